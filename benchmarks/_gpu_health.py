@@ -300,10 +300,10 @@ def shut_down() -> None:
 
 def release(_: Finds) -> Finds:
     """Read the GPUs once as the watcher does, and look which devices stay open after the end."""
-    from commlens.health.monitor import Monitor, Sampler
+    from commlens.health.monitor import Monitor, NodeSampler
 
     finds: Finds = {"before": own_devices()}
-    sampler = Sampler()
+    sampler = NodeSampler()
     sampler.look(thorough=True)
     finds["reading"] = own_devices()
     finds["apps"] = said(["nvidia-smi", APPS, "--format=csv,noheader"])
@@ -347,10 +347,10 @@ def node(load_pid: int) -> Finds:
 
 def sampler() -> Finds:
     """Return what each source of the hardware costs, in ms of CPU time, and which are not read."""
-    from commlens.health.monitor import Sampler
+    from commlens.health.monitor import NodeSampler
 
     open_before = own_devices()
-    made = Sampler(past=True)
+    made = NodeSampler(past=True)
     finds: Finds = {"open_before": open_before, "looks": []}
     try:
         for _ in range(3):

@@ -314,7 +314,7 @@ def after_step_alone(torch: Any, step: Any, optimizer: Any, busy: Any, on_gpu: b
     from commlens.model.number_checks import NumberChecks
     from commlens.numbers import sampling
 
-    sampler = sampling.Sampler(NumberChecks(every=1000))
+    sampler = sampling.TensorSampler(NumberChecks(every=1000))
     step()
     sampler.after_step(optimizer)
     taken = []

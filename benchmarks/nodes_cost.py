@@ -151,7 +151,7 @@ def template(world_size: int, behind: bool, records: int) -> bytes:
     return packed[:HEAD] + zlib.decompress(packed[HEAD:])
 
 
-def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._Rank:
+def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._RankEvidence:
     """Return what a node sends of one rank."""
     image = bytearray(content[HEAD:])
     fields = list(layout.STATIC.unpack_from(image))
@@ -167,7 +167,7 @@ def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._Ra
         captured_ns=time.time_ns(),
     )
     log.observation = Observation(end=End.RUNNING, cpu_s=1.0)
-    return remote_evidence._Rank(log, packed)
+    return remote_evidence._RankEvidence(log, packed)
 
 
 class Evidence:

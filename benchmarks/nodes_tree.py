@@ -184,7 +184,7 @@ class SimulatedJob(NamedTuple):
                 rank, self.size, host=f"node{node}", pid=100 + rank, captured_ns=time.time_ns()
             )
             log.observation = OBSERVED
-            ranks.append(remote_evidence._Rank(log, packed))
+            ranks.append(remote_evidence._RankEvidence(log, packed))
         return msgspec.msgpack.encode(ranks)
 
 

@@ -35,18 +35,18 @@ AT_A_TIME = 20  # jobs between two lines of progress
 def run(rank: int, size: int, result: Path, recipe: Recipe) -> None:
     """Run a recipe, and write what was said of it and how much was compared."""
     from commlens.numbers import checks
-    from commlens.numbers.comparison import Comparison
+    from commlens.numbers.comparison import TensorComparison
 
     lines = listen().lines
     compared: list[int] = []
 
-    compare = Comparison.compare
+    compare = TensorComparison.compare
 
-    def count(self: Comparison, check: Any, reports: Any, parts: Any) -> Any:
+    def count(self: TensorComparison, check: Any, reports: Any, parts: Any) -> Any:
         compared.append(sum(len(part.by_key()) for part in parts))
         return compare(self, check, reports, parts)
 
-    Comparison.compare = count  # type: ignore[method-assign]
+    TensorComparison.compare = count  # type: ignore[method-assign]
     os.chdir(result.parent)
     init(result.parent, rank, size, 60.0)
     train(recipe)

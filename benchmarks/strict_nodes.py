@@ -47,7 +47,7 @@ def run_rank(folder: Path, nodes: int, per_node: int, rank: int, given: argparse
     """Run one rank and write its figures."""
     import commlens
     from commlens.capture import session
-    from commlens.verification.sampling import Sampler
+    from commlens.verification.sampling import CallSampler
 
     size, node = nodes * per_node, rank // per_node
     box_dir = folder / f"node{node}"
@@ -76,7 +76,7 @@ def run_rank(folder: Path, nodes: int, per_node: int, rank: int, given: argparse
         for where, group in groups.items():
             for mode in MODES:
                 if mode != "recorded":
-                    verifier._sampler = Sampler() if mode == "sample" else None
+                    verifier._sampler = CallSampler() if mode == "sample" else None
                     verifier.enter()
                 dist.barrier()
                 cpu = relay_cpu_s(box_dir)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import msgspec
 
-from commlens.model.trace import Cause, Depth, Phase, TraceData, TracedOp, TracedParameter
+from commlens.model.trace import Depth, Phase, Redistribution, TraceData, TracedOp, TracedParameter
 from conftest import REPOSITORY
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -91,7 +91,7 @@ def hostile() -> TraceData:
             HOSTILE,
         )
         event.site = None if event.site is None else f"{event.site}{HOSTILE}"
-        event.cause = Cause(HOSTILE, HOSTILE, HOSTILE, implicit=True, mesh=HOSTILE)
+        event.cause = Redistribution(HOSTILE, HOSTILE, HOSTILE, implicit=True, mesh=HOSTILE)
         if event.source is not None:
             event.source = type(event.source)(HOSTILE, event.source.line, HOSTILE)
         if event.owner is not None:

@@ -43,7 +43,7 @@ ALLOWED = {
     "reports/terminal:_evidence": "prints no sentence twice",
     "reports/terminal:_with_source": "prints the line unless the summary names it",
     "testing/observation:_add": "the message is pytest's",
-    "testing/observer:Observer._answer": "prints the summary in one line",
+    "testing/observer:SuiteObserver._answer": "prints the summary in one line",
     "traces/fields:_cause": "searches for what the user asked for",
 }
 """Why a sentence is looked into at these places. None of them decides what is wrong."""

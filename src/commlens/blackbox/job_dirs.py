@@ -184,7 +184,7 @@ def this_machine() -> Machine:
     return Machine(boot_id, namespace)
 
 
-class Owner(NamedTuple):
+class BoxOwner(NamedTuple):
     """The process that keeps a black box."""
 
     pid: int
@@ -219,7 +219,7 @@ class Owner(NamedTuple):
         return process_has_ended(self.pid, self.start_ticks) if self.machine.is_here else None
 
 
-def owner(box: Path) -> Owner | None:
+def owner(box: Path) -> BoxOwner | None:
     """Return the process that keeps a black box; None if its header cannot be read."""
     try:
         with box.open("rb", buffering=0) as file:
@@ -235,7 +235,7 @@ def owner(box: Path) -> Owner | None:
         beat, setup, phase = (
             L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP, L.PHASE)
         )
-        return Owner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup, phase)
+        return BoxOwner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup, phase)
     except (OSError, ValueError, AttributeError, struct.error):
         return None
 

@@ -16,7 +16,7 @@ from commlens.blackbox import job_dirs
 NAME: Final = re.compile(r"\.claim-(\d{1,9})-([0-9a-f]{8})-(\d{1,10})-(\d{1,20})-(\d{1,10})")
 
 
-class Claim(NamedTuple):
+class RankClaim(NamedTuple):
     """A process that calls ``init_process_group`` with a rank, and that a rank of the launcher
     started.
     """
@@ -28,22 +28,24 @@ class Claim(NamedTuple):
     started_by: int  # pid of the rank that started it
 
 
-def claim_rank(folder: Path, rank: int, meeting: str, world_size: int, started_by: int) -> Claim:
+def claim_rank(
+    folder: Path, rank: int, meeting: str, world_size: int, started_by: int
+) -> RankClaim:
     """Write this process's claim into a job's folder, and return it."""
     group = hashlib.sha256(f"{meeting}|{world_size}".encode()).hexdigest()[:8]
-    claim = Claim(rank, group, os.getpid(), job_dirs.start_ticks(os.getpid()), started_by)
+    claim = RankClaim(rank, group, os.getpid(), job_dirs.start_ticks(os.getpid()), started_by)
     (folder / f".claim-{'-'.join(map(str, claim))}").touch(mode=0o600)
     return claim
 
 
-def twins(folder: Path) -> dict[int, list[Claim]]:
+def twins(folder: Path) -> dict[int, list[RankClaim]]:
     """Return the claims of each rank that exists twice, oldest first: its claims are for the same
     group, but different ranks of the launcher started the processes.
 
     Claims of an earlier run do not count. They are those whose starter has no box any more.
     """
     launched = {job_dirs.box_pid(box) for box in job_dirs.boxes(folder)}
-    found: dict[tuple[int, str], dict[int, Claim]] = {}
+    found: dict[tuple[int, str], dict[int, RankClaim]] = {}
     for claim in sorted(_claims(folder), key=lambda one: (one.start_ticks, one.pid)):
         if claim.started_by in launched:
             found.setdefault((claim.rank, claim.group), {}).setdefault(claim.started_by, claim)
@@ -54,7 +56,7 @@ def twins(folder: Path) -> dict[int, list[Claim]]:
     }
 
 
-def _claims(folder: Path) -> Iterable[Claim]:
+def _claims(folder: Path) -> Iterable[RankClaim]:
     for name in os.listdir(folder):  # noqa: PTH208
         if match := NAME.fullmatch(name):
-            yield Claim(int(match[1]), match[2], *map(int, match.groups()[2:]))
+            yield RankClaim(int(match[1]), match[2], *map(int, match.groups()[2:]))

@@ -19,7 +19,7 @@ from commlens.capture.graphs import Graphs
 from commlens.capture.hazards import Unwaited
 from commlens.capture.thread_id import current
 from commlens.model.ops import POINT_TO_POINT
-from commlens.tap.token import Token, Verifier
+from commlens.tap.token import CallVerifier, Token
 
 log = logging.getLogger("commlens")
 
@@ -48,7 +48,7 @@ class CompletionTracker:
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
         self.unwaited = Unwaited()
-        self.verifier: Verifier | None = None
+        self.verifier: CallVerifier | None = None
         self.lost = 0  # records lost to an error of commlens
         self._logged = False
 
@@ -197,7 +197,7 @@ class CompletionTracker:
             token.offset, token.index, _monotonic(), current.id, token.args.synchronous
         )
 
-    def _verify_wait(self, verifier: Verifier, token: Token | None) -> None:
+    def _verify_wait(self, verifier: CallVerifier, token: Token | None) -> None:
         try:
             verifier.before_wait(token.index if token is not None else 0)
         except BaseException as error:

@@ -21,7 +21,7 @@ import torch
 
 from commlens.blackbox import layout as L
 from commlens.capture import torch_progress
-from commlens.tap.groups import Channel
+from commlens.tap.groups import LiveChannel
 from commlens.tap.token import Token
 
 QUIET_NS = 2_000_000_000
@@ -41,7 +41,7 @@ _FAILURES = {
 class Queue:
     """The collectives of one channel that are not known to be complete, oldest first."""
 
-    def __init__(self, channel: Channel, capacity: int) -> None:
+    def __init__(self, channel: LiveChannel, capacity: int) -> None:
         self.channel = channel
         self.capacity = capacity
         self.tokens: collections.deque[Token] = collections.deque()
@@ -98,12 +98,12 @@ class DeviceQueues:
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
-        self._queues: dict[Channel, Queue] = {}
+        self._queues: dict[LiveChannel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
         # not while a job makes its groups: torch's status is read without its lock
         self._asked_ns = time.monotonic_ns()
         # when asked on a system where a stall may be asked about only once: newest_ns
-        self._asked_of: dict[Channel, int] = {}
+        self._asked_of: dict[LiveChannel, int] = {}
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
 

@@ -9,7 +9,7 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.model.ops import GRAPH_REPLAY
-from commlens.tap.groups import Channel, numbers
+from commlens.tap.groups import LiveChannel, numbers
 
 DEVICE = "graph"
 """The device type of a group's channel on which replays are counted."""
@@ -20,14 +20,14 @@ class Graphs:
 
     def __init__(self, writer: BoxWriter) -> None:
         self._writer = writer
-        self._captured: collections.Counter[Channel] = collections.Counter()
-        self._channels: weakref.WeakKeyDictionary[Any, dict[Channel, int]] = (
+        self._captured: collections.Counter[LiveChannel] = collections.Counter()
+        self._channels: weakref.WeakKeyDictionary[Any, dict[LiveChannel, int]] = (
             weakref.WeakKeyDictionary()
         )
-        self._numbers: dict[Channel, Any] = {}
-        self._blobs: dict[tuple[Channel, int], tuple[int, int]] = {}
+        self._numbers: dict[LiveChannel, Any] = {}
+        self._blobs: dict[tuple[LiveChannel, int], tuple[int, int]] = {}
 
-    def captured(self, channel: Channel) -> None:
+    def captured(self, channel: LiveChannel) -> None:
         """Note that a collective was captured."""
         self._captured[channel] += 1
 
@@ -60,7 +60,7 @@ class Graphs:
             self._writer.mark(offset, L.RETURNED, record.record_index, now)
             self._writer.mark_outcome(offset, record.record_index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
 
-    def _described(self, channel: Channel, count: int) -> tuple[int, int]:
+    def _described(self, channel: LiveChannel, count: int) -> tuple[int, int]:
         """Return the positions of the blobs of the group and of a replay of so many collectives."""
         known = self._blobs.get((channel, count), (0, 0))
         if min(known) <= self._writer.side_floor:

@@ -22,7 +22,7 @@ from typing import Any
 from commlens import config, helper_process, launchers
 from commlens.blackbox import job_dirs, rank_claims
 from commlens.capture import rank_environment
-from commlens.capture.rank_environment import Place
+from commlens.capture.rank_environment import PlaceInJob
 from commlens.text import INLINE_CODE
 
 log = logging.getLogger("commlens")
@@ -35,7 +35,7 @@ _SECOND_CLAIM = ".watcher-2"
 _LOOK_FOR_WATCHER_NS = 5_000_000_000
 
 
-def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | None:
+def folder_of(settings: config.Settings, place: PlaceInJob, *, early: bool) -> str | None:
     """Return the name of the job's folder, or its path if it is the one of an ancestor's job; None
     if this process is no rank.
 
@@ -65,7 +65,7 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
     return None if parent.setup else own
 
 
-def twin_of(settings: config.Settings, place: Place) -> str:
+def twin_of(settings: config.Settings, place: PlaceInJob) -> str:
     """Say that another process has this one's rank; empty if none does.
 
     A script that spawns its ranks may be started by a launcher as well. Then each of the launcher's
@@ -102,7 +102,7 @@ def twin_of(settings: config.Settings, place: Place) -> str:
 def make_box(
     settings: config.Settings,
     folder: str,
-    place: Place,
+    place: PlaceInJob,
     box_writer: Callable[..., Any],
 ) -> tuple[Path, Any] | None:
     """Make the black box of a rank in the first folder that has room.
@@ -172,7 +172,7 @@ def _locked(job_dir: Path) -> Iterator[None]:
         yield
 
 
-def _ancestor(settings: config.Settings) -> tuple[Path, job_dirs.Owner] | None:
+def _ancestor(settings: config.Settings) -> tuple[Path, job_dirs.BoxOwner] | None:
     """Return the box of the nearest ancestor that has one, and what its header tells of it."""
     owners = {
         job_dirs.box_pid(box): box

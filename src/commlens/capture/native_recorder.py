@@ -19,10 +19,10 @@ from commlens.capture import stacks
 from commlens.capture.completion import error_of
 from commlens.capture.recorder import Recorder
 from commlens.tap import backward_caller, tap
-from commlens.tap.groups import Channel, Groups
+from commlens.tap.groups import Groups, LiveChannel
 from commlens.tap.interned_args import InternedArgs, describe
 from commlens.tap.rejections import was_not_issued
-from commlens.tap.token import Token, Verifier
+from commlens.tap.token import CallVerifier, Token
 
 
 class NativeBoxWriter(BoxWriter):
@@ -72,7 +72,7 @@ class NativeGroups(Groups):
         super().started_again()
         self._engine.forget_groups()
 
-    def renamed(self, channel: Channel) -> None:
+    def renamed(self, channel: LiveChannel) -> None:
         """Describe a channel anew: its group got another name."""
         super().renamed(channel)
         self._engine.renamed(channel)
@@ -113,12 +113,12 @@ class NativeRecorder(Recorder):
         self._module.detach()
 
     @property
-    def verifier(self) -> Verifier | None:
+    def verifier(self) -> CallVerifier | None:
         """The verifier, which compares every collective with the peers' before it is issued."""
         return self._verifier
 
     @verifier.setter
-    def verifier(self, verifier: Verifier | None) -> None:
+    def verifier(self, verifier: CallVerifier | None) -> None:
         self._verifier = verifier
         self.engine.verify(verifier.exchange if verifier is not None else None)
 
@@ -156,7 +156,7 @@ class NativeRecorder(Recorder):
         """Return the position of their description; 0 if it is too large."""
         return self.writer.add_blob(args.content)
 
-    def channel_blob(self, channel: Channel) -> int:
+    def channel_blob(self, channel: LiveChannel) -> int:
         """Return the position of its description."""
         return self.writer.add_blob(channel.describe())
 

@@ -17,7 +17,7 @@ def local_rank() -> int:
     return launchers.number(os.environ, launchers.LOCAL_RANK)
 
 
-class Place(NamedTuple):
+class PlaceInJob(NamedTuple):
     """A process's place in its job, as ``init_process_group`` will find it."""
 
     rank: int  # -1 if not known yet
@@ -33,7 +33,7 @@ class Place(NamedTuple):
         return self.backend.lower() in _WITHOUT_PROCESSES
 
 
-def place_of(given: Mapping[str, Any] = MappingProxyType({})) -> Place:
+def place_of(given: Mapping[str, Any] = MappingProxyType({})) -> PlaceInJob:
     """Return the place from the arguments of ``init_process_group``, by name."""
     rank, world_size, store = given.get("rank"), given.get("world_size"), given.get("store")
     meeting = str(given.get("init_method") or "")
@@ -42,7 +42,7 @@ def place_of(given: Mapping[str, Any] = MappingProxyType({})) -> Place:
     elif meeting in ("", "env://"):
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         meeting = f"tcp://{host}:{port}" if host and port else ""
-    return Place(
+    return PlaceInJob(
         rank if isinstance(rank, int) and rank >= 0 else launchers.number(os.environ, ["RANK"]),
         (
             world_size

@@ -30,7 +30,7 @@ from commlens.tap.interned_args import (
     reduce_op_code,
 )
 from commlens.tap.rejections import was_not_issued
-from commlens.tap.token import Token, Verifier
+from commlens.tap.token import CallVerifier, Token
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -94,7 +94,7 @@ class Recorder(CompletionTracker, tap.Subscriber):
 
     def _begin_verified(
         self,
-        verifier: Verifier,
+        verifier: CallVerifier,
         spec: tap.OpSpec,
         arguments: tuple[Any, ...],
         frame: FrameType | None,

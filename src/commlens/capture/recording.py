@@ -19,7 +19,7 @@ from commlens import config
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment, uncaught, verifying
 from commlens.capture.init_hooks import safely
-from commlens.capture.rank_environment import Place
+from commlens.capture.rank_environment import PlaceInJob
 
 log = logging.getLogger("commlens")
 _WATCHER_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
@@ -81,7 +81,7 @@ class Recording:
         self.began_late = True
         safely(
             self.begin,
-            Place(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting),
+            PlaceInJob(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting),
         )
         if self.is_recording:
             self.recorder.groups.started_again()
@@ -89,7 +89,7 @@ class Recording:
             if self.recorder.verifier is not None:
                 safely(self._meet, self.recorder.verifier.meet)
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: PlaceInJob) -> None:
         """Make the box if there is none, and attach the recorder. Called when
         ``init_process_group`` is.
         """
@@ -114,7 +114,7 @@ class Recording:
         safely(uncaught.hook_ray_train, self._record_uncaught)
         self._start_watcher()
 
-    def open(self, place: Place, *, early: bool = False) -> None:
+    def open(self, place: PlaceInJob, *, early: bool = False) -> None:
         """Make the box, once per process.
 
         Args:
@@ -152,7 +152,7 @@ class Recording:
             if early:
                 self.watcher_timer.start()
 
-    def _make_box(self, folder: str, place: Place) -> bool:
+    def _make_box(self, folder: str, place: PlaceInJob) -> bool:
         """Make the box and its recorder; return False if there can be no box."""
         from commlens.capture import engine, job_box
         from commlens.capture.setups import Setups

@@ -10,7 +10,7 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment
 from commlens.capture.init_hooks import After, safely
-from commlens.capture.rank_environment import Place
+from commlens.capture.rank_environment import PlaceInJob
 from commlens.capture.recording import Recording
 from commlens.tap.hand_made import group_store, membership, note_backend, note_by_hand, store_name
 
@@ -125,7 +125,7 @@ class TorchEvents:
             return
         place = rank_environment.place_of()
         if place.rank < 0:
-            place = Place(rank, size, store_name(store))
+            place = PlaceInJob(rank, size, store_name(store))
         self.recording.begin(place._replace(backend=backend))
 
     def before_mesh(self, given: dict[str, Any]) -> After:

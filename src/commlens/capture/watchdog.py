@@ -20,7 +20,7 @@ from commlens.blackbox import layout as L
 from commlens.capture import connections, stacks
 from commlens.capture.recorder import Recorder
 from commlens.tap import torch_patches
-from commlens.tap.token import Token, Verifier
+from commlens.tap.token import CallVerifier, Token
 
 log = logging.getLogger("commlens")
 
@@ -119,7 +119,7 @@ class Watchdog:
                 recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
             self._follow_refusal(recorder.verifier, oldest or recorder.device_queues.oldest(), now)
 
-    def _follow_refusal(self, verifier: Verifier, oldest: Token | None, now: int) -> None:
+    def _follow_refusal(self, verifier: CallVerifier, oldest: Token | None, now: int) -> None:
         """Wake a thread that waits in the backend's C++ for a collective that another rank refused;
         log the refusal if none raises it.
         """
@@ -142,7 +142,7 @@ class Watchdog:
                 refusal,
             )
 
-    def _abort_refused_groups(self, verifier: Verifier) -> None:
+    def _abort_refused_groups(self, verifier: CallVerifier) -> None:
         """Abort each group in which a thread waits for a refused collective, once; in a thread of
         its own, since NCCL's abort may block.
         """

@@ -17,7 +17,7 @@ from commlens.check.branches import (
 )
 from commlens.check.explore import COMBINATIONS, explore
 from commlens.check.judge import Checked, judge
-from commlens.check.processes import Ranks
+from commlens.check.processes import RankProcesses
 from commlens.check.run_rank import Plan, warm_up
 from commlens.check.run_world import ALL_UP_TO, World, run_classes, run_whole
 from commlens.check.schedule import RULES
@@ -78,10 +78,10 @@ def check_plan(
     def run(choices: tuple[Choice, ...]) -> World:
         world = None
         if not all_ranks and plan.world_size > ALL_UP_TO:
-            ranks = Ranks(plan._replace(choices=choices), ended=ended)
+            ranks = RankProcesses(plan._replace(choices=choices), ended=ended)
             world = run_classes(ranks, judge_all, plan.world_size, plan.ranks_per_node)
         if world is None:
-            ranks = Ranks(plan._replace(choices=choices), ended=ended)
+            ranks = RankProcesses(plan._replace(choices=choices), ended=ended)
             world = run_whole(ranks, judge_all, plan.world_size)
         outputs.update(ranks.outputs)
         return world

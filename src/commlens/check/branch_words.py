@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from commlens.check.branches import Choice, Decision, Value
+from commlens.check.branches import BranchLine, Choice, Value
 from commlens.check.classes import Classes
 from commlens.check.explore import Explored
 from commlens.diagnosis.words.whole_job import first_line
@@ -52,7 +52,7 @@ def verdict(explored: Explored) -> Verdict:
     )
 
 
-def _condition(explored: Explored, unanswered: Sequence[Decision]) -> str:
+def _condition(explored: Explored, unanswered: Sequence[BranchLine]) -> str:
     """Return under which answers the first line holds."""
     if explored.choices and explored.checked.verdict.kind != "healthy":
         return f" if {_answers(explored.deciding)}" if explored.deciding else ""
@@ -61,7 +61,7 @@ def _condition(explored: Explored, unanswered: Sequence[Decision]) -> str:
     return " on the branches taken" if any(each.certain for each in unanswered) else ""
 
 
-def no_such_branch(branch: str, decisions: Sequence[Decision]) -> str:
+def no_such_branch(branch: str, decisions: Sequence[BranchLine]) -> str:
     """Return what to say about a ``--branch`` at whose line nothing was asked."""
     lines = _lines(decisions)
     return f"--branch {branch}: no rank asked for a value of a tensor at this line. " + (
@@ -108,7 +108,7 @@ def _differing(explored: Explored) -> list[str]:
     ]
 
 
-def _open_lines(unanswered: Sequence[Decision]) -> list[str]:
+def _open_lines(unanswered: Sequence[BranchLine]) -> list[str]:
     """Return the lines at which values decide that are not known."""
     found = []
     branches = [each for each in unanswered if each.how == "truth"]
@@ -138,7 +138,7 @@ def _answers(choices: Iterable[Choice]) -> str:
     return joined([f"{each.file}:{each.line} is {_value(each.value)}" for each in choices])
 
 
-def _lines(decisions: Iterable[Decision], *, taken: bool = False) -> str:
+def _lines(decisions: Iterable[BranchLine], *, taken: bool = False) -> str:
     lines: dict[str, list[Value]] = {}
     for each in decisions:
         lines.setdefault(each.frame.where, []).extend(each.taken)

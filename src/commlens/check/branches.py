@@ -38,7 +38,7 @@ class Moment(NamedTuple):
     """Those of them in the groups whose members have the value alike."""
 
 
-class Decision(msgspec.Struct, frozen=True):
+class BranchLine(msgspec.Struct, frozen=True):
     """A line of the program that asked for a value of a tensor that a run of one rank alone cannot
     know.
     """
@@ -147,11 +147,11 @@ def number_of_combinations(branches: Iterable[Branch]) -> int:
     return math.prod(len(branch.values) for branch in branches)
 
 
-def merged(decisions: Iterable[Decision]) -> list[Decision]:
+def merged(decisions: Iterable[BranchLine]) -> list[BranchLine]:
     """Merge what several ranks and runs met: one decision for each line and way, in the order of
     their lines.
     """
-    found: dict[tuple[str, int, How], Decision] = {}
+    found: dict[tuple[str, int, How], BranchLine] = {}
     for each in decisions:
         key = (each.frame.file, each.frame.line, each.how)
         known = found.get(key)
@@ -160,8 +160,8 @@ def merged(decisions: Iterable[Decision]) -> list[Decision]:
 
 
 def doubtful(
-    decisions: Sequence[Sequence[Decision]], calls: Sequence[float] = ()
-) -> list[Decision]:
+    decisions: Sequence[Sequence[BranchLine]], calls: Sequence[float] = ()
+) -> list[BranchLine]:
     """Return the decisions of all ranks by which they may have gone ways that do not belong
     together: a real run has other values.
 
@@ -170,7 +170,7 @@ def doubtful(
         calls: the calls that each rank issues before it waits for ever; none: all of them. What it
             decides afterwards does not matter.
     """
-    lines: dict[tuple[str, int, How], list[tuple[Decision, float]]] = {}
+    lines: dict[tuple[str, int, How], list[tuple[BranchLine, float]]] = {}
     for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True):
         for each in own:
             if each.is_open:
@@ -180,7 +180,7 @@ def doubtful(
     return merged(each for met in apart for each, _ in met)
 
 
-def _may_part(met: Sequence[tuple[Decision, float]], ranks: int) -> bool:
+def _may_part(met: Sequence[tuple[BranchLine, float]], ranks: int) -> bool:
     """Check whether a line may send ranks different ways in a real run, before they wait for ever.
 
     What ranks have alike sends them the same way if they ask for it at the same moments. A rank in
@@ -198,7 +198,7 @@ def _may_part(met: Sequence[tuple[Decision, float]], ranks: int) -> bool:
     return len(all_met) < ranks and any(each.received for each in all_met)
 
 
-def _asked_apart(met: Sequence[tuple[Decision, float]]) -> bool:
+def _asked_apart(met: Sequence[tuple[BranchLine, float]]) -> bool:
     """Check whether ranks asked the same question at different moments."""
     questions = [
         [(moment.calls_in, moment.calls < issued) for moment in each.asked] for each, issued in met
@@ -210,7 +210,7 @@ def _asked_apart(met: Sequence[tuple[Decision, float]]) -> bool:
     return False
 
 
-def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Branch]:
+def unmet(branches: Iterable[Branch], decisions: Iterable[BranchLine]) -> list[Branch]:
     """Return the branches at whose line no run asked for a value."""
     met = [(each.frame.file, each.frame.line) for each in decisions if each.forced]
     return [
@@ -220,7 +220,7 @@ def unmet(branches: Iterable[Branch], decisions: Iterable[Decision]) -> list[Bra
     ]
 
 
-def _join(one: Decision, other: Decision) -> Decision:
+def _join(one: BranchLine, other: BranchLine) -> BranchLine:
     return msgspec.structs.replace(
         one,
         alike=one.alike and other.alike,

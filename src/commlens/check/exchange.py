@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from commlens.check.origins import Origin, Origins, Ranks
+from commlens.check.origins import Origins, Ranks, ValueOrigin
 from commlens.check.sequence import GuessKind
 from commlens.model.collective import FrameKind
 from commlens.tap import tap
@@ -74,7 +74,7 @@ class _Call(NamedTuple):
     how: tuple[Any, ...]
 
 
-class Exchange(tap.Subscriber):
+class CheckExchange(tap.Subscriber):
     """A subscriber of the tap, which serves one run."""
 
     sees_fake_tensors = True  # to count all calls
@@ -164,7 +164,7 @@ class Exchange(tap.Subscriber):
         if fits and all(each.known for each in given):
             self._guess("exchange")
             same = call.name in _SAME_FOR_ALL
-            self._mark(call, Origin(frozenset({call.ranks}), known=True) if same else None)
+            self._mark(call, ValueOrigin(frozenset({call.ranks}), known=True) if same else None)
 
     def _given_to(self, call: _Call) -> list[Given] | None:
         """Return what the ranks give to a call; None if one was not seen to give it yet."""
@@ -172,11 +172,11 @@ class Exchange(tap.Subscriber):
         self._took.update(others)
         messages = [self.gave.get(key) or others.get(key) for key in call.keys]
         if None in messages:
-            self._mark(call, Origin(undelivered=True))
+            self._mark(call, ValueOrigin(undelivered=True))
             return None
         return [unpack(message) for message in messages if message is not None]
 
-    def _mark(self, call: _Call, origin: Origin | None) -> None:
+    def _mark(self, call: _Call, origin: ValueOrigin | None) -> None:
         for output in call.outputs:
             before = self._origins.of(output)
             if origin is not None and origin.undelivered and before is not None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from commlens.check.branches import (
     Branch,
+    BranchLine,
     Choice,
-    Decision,
     combinations,
     merged,
     number_of_combinations,
@@ -56,7 +56,7 @@ class Explored(NamedTuple):
     tried: list[Choices]
     combinations: int
     """That there are."""
-    decisions: list[Decision]
+    decisions: list[BranchLine]
     """Of all runs."""
     alone: list[Alone]
     latent: Sequence[Latent] = ()
@@ -130,7 +130,7 @@ def _latent(worlds: Mapping[Choices, World], worst: Choices) -> Iterator[Latent]
 def _alone(
     runs: Mapping[Choices, Sequences],
     judge: Callable[[Sequences], Checked],
-    decisions: Sequence[Decision],
+    decisions: Sequence[BranchLine],
 ) -> Iterator[Alone]:
     """Let the last rank, then the first one, get another answer than the rest."""
     first, *others = runs

@@ -29,7 +29,7 @@ of their own, such as caches.
 """
 
 
-class _Here(threading.local):
+class _ThreadFiles(threading.local):
     is_looking = False  # this thread looks already
 
 
@@ -39,7 +39,7 @@ class Files:
     def __init__(self) -> None:
         self.looks: dict[str, FileLook] = {}
         """The first look for each path or pattern."""
-        self._here = _Here()
+        self._here = _ThreadFiles()
 
     def install(self, patches: Patches) -> None:
         """Wrap the functions that look for files, list them, or open them for reading."""

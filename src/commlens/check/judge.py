@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from commlens.check import words
-from commlens.check.branches import Decision, merged
+from commlens.check.branches import BranchLine, merged
 from commlens.check.branches import doubtful as doubtful_decisions
 from commlens.check.files import changing
 from commlens.check.records import logs_of
@@ -146,7 +146,7 @@ def _reached(state: RankState, found: Verdict) -> _Reached:
 
 def _decisions(
     outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
-) -> list[Decision]:
+) -> list[BranchLine]:
     """Return the values by which ranks may have gone other ways than in a real run, or by which the
     culprits may have failed: in a run of one rank alone, an assertion about a value that other
     ranks send fails.

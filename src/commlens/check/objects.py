@@ -24,7 +24,7 @@ KEYS_KEPT = 4  # different values of one key of the store
 
 
 @dataclass
-class Shared:
+class SharedValues:
     """What the ranks that were run so far have given to others."""
 
     messages: dict[Key, Message | None] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Shared:
     answers: Answers = field(default_factory=dict)
     never: set[Need] = field(default_factory=set)  # what no rank gives
 
-    def of(self, rank: int) -> Shared:
+    def of(self, rank: int) -> SharedValues:
         """Return what a rank may need: the messages in its groups, and the rest."""
         messages = {key: each for key, each in self.messages.items() if rank in key[3]}
         return replace(self, messages=messages)
@@ -57,7 +57,7 @@ class Shared:
         """Check whether a rank has given it."""
         return need in self.keys if isinstance(need, str) else need in self.messages
 
-    def update(self, other: Shared) -> None:
+    def update(self, other: SharedValues) -> None:
         """Take over what another one knows, in place."""
         self.messages.update(other.messages)
         self.keys.update(other.keys)
@@ -73,7 +73,7 @@ class SharedObjects(Objects):
     def __init__(
         self,
         rank: int,
-        shared: Shared,
+        shared: SharedValues,
         recorder: SequenceRecorder,
         wait_for: Callable[[Need], None],
     ) -> None:

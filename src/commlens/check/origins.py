@@ -25,7 +25,7 @@ from commlens.tracing.preview.tensors import READS
 Ranks = tuple[int, ...]
 
 
-class Origin(NamedTuple):
+class ValueOrigin(NamedTuple):
     """Of a value that went through collectives."""
 
     alike: frozenset[Ranks] = frozenset()
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     """Other ranks were not seen to give it yet (``exchange.py``)."""
 
 
-UNKNOWN = Origin()
+UNKNOWN = ValueOrigin()
 
 _SAME_FOR_ALL = (
     "allreduce_",
@@ -65,25 +65,25 @@ _SHAPED_BY_VALUES = {
 }
 
 
-def joined(origins: Sequence[Origin | None]) -> Origin | None:
+def joined(origins: Sequence[ValueOrigin | None]) -> ValueOrigin | None:
     """Return the origin of what is computed from values of these origins; None stands for a value
     that the rank alone decides, of which other ranks may have another one.
     """
     others = [origin for origin in origins if origin is not None]
     if all(origin.known for origin in others):
         alike = frozenset.intersection(*(origin.alike for origin in others)) if others else None
-        return Origin(alike, known=True) if alike and len(others) == len(origins) else None
+        return ValueOrigin(alike, known=True) if alike and len(others) == len(origins) else None
     alike = frozenset[Ranks]()
     if len(others) == len(origins):
         alike = frozenset.intersection(*(origin.alike for origin in others))
-    return Origin(
+    return ValueOrigin(
         alike,
         received=any(origin.received for origin in others),
         undelivered=any(origin.undelivered for origin in others),
     )
 
 
-def alike_in(origin: Origin, world_size: int) -> bool:
+def alike_in(origin: ValueOrigin, world_size: int) -> bool:
     """Check whether a value of this origin is the same on all ranks: whether the groups, such as
     the dimensions of a mesh, span the world together.
     """
@@ -100,7 +100,7 @@ class Origins(EagerMode, tap.Subscriber):
     sees_fake_tensors = True
 
     def __init__(
-        self, on_read: Callable[[Origin | None], None], on_shape: Callable[[Origin], None]
+        self, on_read: Callable[[ValueOrigin | None], None], on_shape: Callable[[ValueOrigin], None]
     ) -> None:
         """Call ``on_read`` where a value is read, and ``on_shape`` where one that is not known
         decides the shape of a tensor.
@@ -110,7 +110,7 @@ class Origins(EagerMode, tap.Subscriber):
         self._on_shape = on_shape
         # By address of a storage, which stays its own as long as we refer to it. What we keep of a
         # dead one lies between blocks that malloc cannot join: many of them cost gigabytes.
-        self._origins: dict[int, tuple[StorageWeakRef, Origin]] = {}
+        self._origins: dict[int, tuple[StorageWeakRef, ValueOrigin]] = {}
         self._purge_at = _FIRST_PURGE
         self.groups = Groups()
         """Of the program: a destroyed one can still be used."""
@@ -127,7 +127,7 @@ class Origins(EagerMode, tap.Subscriber):
         super().__exit__(*exc)
         tap.detach(self)
 
-    def of(self, tensor: Any) -> Origin | None:
+    def of(self, tensor: Any) -> ValueOrigin | None:
         """Return the origin of a tensor's values; None if the rank alone decides them."""
         storage = _storage(tensor)
         found = None if storage is None else self._origins.get(storage._cdata)
@@ -136,7 +136,7 @@ class Origins(EagerMode, tap.Subscriber):
         fake = isinstance(tensor, FakeTensor) and tensor.constant is None
         return UNKNOWN if fake else None
 
-    def mark(self, tensor: Any, origin: Origin | None) -> None:
+    def mark(self, tensor: Any, origin: ValueOrigin | None) -> None:
         """Set the origin of a tensor's values; None: the rank knows them."""
         storage = _storage(tensor)
         if storage is None:
@@ -176,7 +176,12 @@ class Origins(EagerMode, tap.Subscriber):
         return result
 
     def _computed(
-        self, func: Any, args: Any, origin: Origin | None, given: list[torch.Tensor], result: Any
+        self,
+        func: Any,
+        args: Any,
+        origin: ValueOrigin | None,
+        given: list[torch.Tensor],
+        result: Any,
     ) -> None:
         """Note what an op of these arguments computed."""
         if origin is not None and not origin.known and _shaped_by_values(func, args):
@@ -186,7 +191,7 @@ class Origins(EagerMode, tap.Subscriber):
         written = [args[i] for i in _written(func) if i < len(args)]
         self._give(origin, given, (result, written))
 
-    def _give(self, origin: Origin | None, given: list[torch.Tensor], result: Any) -> None:
+    def _give(self, origin: ValueOrigin | None, given: list[torch.Tensor], result: Any) -> None:
         """Set the origin of an op's results. One that shares its storage with an argument is a
         view, or only a part of it was written.
         """
@@ -202,12 +207,12 @@ class Origins(EagerMode, tap.Subscriber):
             else:
                 self.mark(tensor, origin)
 
-    def _reduce_again(self, func: Any, origin: Origin | None, result: Any) -> None:
+    def _reduce_again(self, func: Any, origin: ValueOrigin | None, result: Any) -> None:
         """Add what the functional all_reduce hides from the tap: it reduces a copy."""
         if origin is not None and func._schema.name.endswith("::all_reduce"):
             for tensor in _tensors((result,)):
                 own = self.of(tensor) or UNKNOWN
-                self.mark(tensor, Origin(own.alike | origin.alike))
+                self.mark(tensor, ValueOrigin(own.alike | origin.alike))
 
     # --- collectives, called by the tap
 
@@ -237,16 +242,16 @@ class Origins(EagerMode, tap.Subscriber):
         """Leave the tensors alone."""
 
 
-def _result_of(op: str, ranks: Ranks, inputs: Origin | None, *, is_root: bool) -> Origin:
+def _result_of(op: str, ranks: Ranks, inputs: ValueOrigin | None, *, is_root: bool) -> ValueOrigin:
     """Return the origin of what a collective of c10d gives a rank."""
     before = inputs.alike if inputs is not None else frozenset()
     if op == "broadcast_":
-        return Origin(frozenset({ranks}), is_root and (inputs is None or inputs.known))
+        return ValueOrigin(frozenset({ranks}), is_root and (inputs is None or inputs.known))
     if op in _SAME_FOR_ALL:
-        return Origin(before | {ranks})
+        return ValueOrigin(before | {ranks})
     if op.startswith(("reduce_scatter", "_reduce_scatter")):
-        return Origin(before - {ranks})
-    return Origin(received=op in _RECEIVED_BY_SOME)
+        return ValueOrigin(before - {ranks})
+    return ValueOrigin(received=op in _RECEIVED_BY_SOME)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from commlens.check.objects import Shared
+from commlens.check.objects import SharedValues
 from commlens.check.run_rank import Plan, Run, run_rank
 from commlens.check.sequence import RankSequence
 from commlens.model.ranklog import End
@@ -33,7 +33,7 @@ _exit = os._exit  # the program's is replaced
 class Player:
     """A process that plays a rank."""
 
-    def __init__(self, plan: Plan, rank: int, shared: Shared) -> None:
+    def __init__(self, plan: Plan, rank: int, shared: SharedValues) -> None:
         """Fork it. It knows what others have given up to now."""
         self.rank = rank
         self.waits = False
@@ -70,7 +70,7 @@ class Player:
         self.waits = run.needs is not None
         return run
 
-    def go_on(self, shared: Shared) -> None:
+    def go_on(self, shared: SharedValues) -> None:
         """Let a process that waits go on, with what others have given."""
         self._set_deadline()
         self.waits = False
@@ -126,7 +126,7 @@ class Player:
 
     # --- in the process
 
-    def _play(self, link: Connection, shared: Shared) -> None:
+    def _play(self, link: Connection, shared: SharedValues) -> None:
         os.setpgid(0, 0)  # its own processes end with it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)

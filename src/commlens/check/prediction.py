@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlens.check.sequence import Event, Issue, Leave, RankSequence, Setup, StoreCall, Wait
+from commlens.check.sequence import Event, Issue, Leave, RankSequence, Setup, StoreCall, ThreadWait
 from commlens.model.collective import Channel, Collective, CollectiveArgs
 
 Group = tuple[int, tuple[int, ...]]
@@ -262,7 +262,7 @@ def _comparable(events: Iterable[Event]) -> list[object]:
                     thread,
                 )
             )
-        elif isinstance(event, Wait):
+        elif isinstance(event, ThreadWait):
             found.append((event.index, threads.setdefault(event.thread, len(threads))))
         elif isinstance(event, Leave):
             found.append(event.group)

@@ -16,7 +16,7 @@ from multiprocessing import connection
 
 from commlens.check.branches import Answers
 from commlens.check.exchange import settled
-from commlens.check.objects import Need, Shared
+from commlens.check.objects import Need, SharedValues
 from commlens.check.player import Player
 from commlens.check.run_rank import Plan, Run, import_modules
 from commlens.check.sequence import RankSequence
@@ -28,7 +28,7 @@ _STARTS_MAX = 50  # of one rank, because it needs something
 _ROUNDS = 3  # of runs until ranks agree on what they have alike
 
 
-class Ranks:
+class RankProcesses:
     """Runs ranks, and gives each the objects that the others were seen to send."""
 
     def __init__(self, plan: Plan, *, ended: Callable[[RankSequence], None] | None = None) -> None:
@@ -38,7 +38,7 @@ class Ranks:
         self._plan = plan
         self._at_once = len(os.sched_getaffinity(0))
         self._ended = ended or (lambda sequence: None)
-        self._shared = Shared()
+        self._shared = SharedValues()
         self._answers: dict[int, Answers] = {}
         self._gathered: dict[int, dict[Key, Message | None]] = {}
         self._sequences: dict[int, RankSequence] = {}
@@ -46,11 +46,11 @@ class Ranks:
         self.outputs: dict[int, str] = {}
         """What the program printed, by rank."""
 
-    def with_number(self, number: float) -> Ranks:
+    def with_number(self, number: float) -> RankProcesses:
         """Return ranks that know what these gave each other, and get another number where a float
         is read whose value a rank alone cannot know.
         """
-        other = Ranks(self._plan._replace(number=number))
+        other = RankProcesses(self._plan._replace(number=number))
         other._shared, other._answers = copy.deepcopy(self._shared), dict(self._answers)
         return other
 

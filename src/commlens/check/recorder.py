@@ -34,9 +34,9 @@ from commlens.check.sequence import (
     RankSequence,
     Setup,
     StoreCall,
+    ThreadWait,
     Unseen,
     UnseenKind,
-    Wait,
 )
 from commlens.launchers import AGENT_STORE
 from commlens.matching.refusals import BACKENDS, refuses
@@ -56,8 +56,8 @@ from commlens.model.frames import FrameKind
 from commlens.model.hazard import Hazard
 from commlens.model.ops import COALESCED, POINT_TO_POINT
 from commlens.tap import tap, torch_patches
-from commlens.tap.groups import Channel as TapChannel
 from commlens.tap.groups import Groups
+from commlens.tap.groups import LiveChannel as TapChannel
 from commlens.tap.hand_made import note_by_hand
 from commlens.tap.interned_args import (
     ArgsTable,
@@ -254,7 +254,7 @@ class SequenceRecorder(tap.Subscriber):
             where = spec.writes or spec.tensors
             outputs = arguments[where[0]] if where else None
         if self.stop_at_next_op:
-            self._add(Wait(index, thread))
+            self._add(ThreadWait(index, thread))
             raise EndOfRun(_ENDED_BY_US)
         return index, outputs
 
@@ -385,7 +385,9 @@ class SequenceRecorder(tap.Subscriber):
 
     def _waits(self, index: int) -> None:
         self._unwaited.pop(index, None)
-        self._add(Wait(index, threading.get_native_id(), self.stack_of_frame(sys._getframe(2))))
+        self._add(
+            ThreadWait(index, threading.get_native_id(), self.stack_of_frame(sys._getframe(2)))
+        )
 
     def handled(self, work: Any) -> None:
         """The program asks for the state of a Work: it need not wait for it."""

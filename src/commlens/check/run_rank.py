@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from commlens.check.branches import Answers, Choice
-from commlens.check.exchange import Exchange
+from commlens.check.exchange import CheckExchange
 from commlens.check.files import Files, misses_a_file
-from commlens.check.objects import Need, Shared, SharedObjects
+from commlens.check.objects import Need, SharedObjects, SharedValues
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
 from commlens.check.values import Values
@@ -70,7 +70,7 @@ class Run(NamedTuple):
     modules: tuple[str, ...] = ()  # of libraries, that it imported
 
 
-def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None]) -> Run:
+def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], None]) -> Run:
     """Run the program as ``rank``, which knows what others have given. The process cannot be
     reused: call this in one of its own.
 
@@ -87,7 +87,7 @@ def run_rank(plan: Plan, rank: int, shared: Shared, wait: Callable[[Run], None])
         fake_tensors=plan.fake_tensors,
     )
     imported = set(sys.modules)
-    exchange = Exchange(rank, shared.messages, recorder.guess)
+    exchange = CheckExchange(rank, shared.messages, recorder.guess)
     values = Values(plan.world_size, plan.choices, shared.answers, plan.number, exchange)
 
     def wait_for(need: Need) -> None:

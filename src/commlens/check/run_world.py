@@ -11,7 +11,7 @@ import msgspec
 from commlens.check.classes import Classes, explore_classes
 from commlens.check.judge import Checked
 from commlens.check.prediction import is_same
-from commlens.check.processes import Ranks
+from commlens.check.processes import RankProcesses
 from commlens.check.sequence import RankSequence
 
 ALL_UP_TO = 16
@@ -34,13 +34,15 @@ class World(NamedTuple):
     """None if all ranks were run."""
 
 
-def run_whole(ranks: Ranks, judge: Judge, world_size: int) -> World:
+def run_whole(ranks: RankProcesses, judge: Judge, world_size: int) -> World:
     """Run all ranks."""
     sequences = ranks.sequences_of(range(world_size))
     return World(*_judged(ranks, judge, sequences, sequences))
 
 
-def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int) -> World | None:
+def run_classes(
+    ranks: RankProcesses, judge: Judge, world_size: int, ranks_per_node: int
+) -> World | None:
     """Run a few ranks, and those that would be to blame for a fault. Return None if all must be
     run, since one waited for a key of the store, which a rank that was not run may write.
     """
@@ -63,7 +65,7 @@ def run_classes(ranks: Ranks, judge: Judge, world_size: int, ranks_per_node: int
 
 
 def _judged(
-    ranks: Ranks, judge: Judge, sequences: dict[int, RankSequence], ran: Collection[int]
+    ranks: RankProcesses, judge: Judge, sequences: dict[int, RankSequence], ran: Collection[int]
 ) -> tuple[dict[int, RankSequence], Checked]:
     """Judge the sequences. If it is only numbers that leave a fault open, try others."""
     checked = judge(sequences)
@@ -74,7 +76,7 @@ def _judged(
 
 
 def vary(
-    ranks: Ranks, sequences: Mapping[int, RankSequence], ran: Collection[int]
+    ranks: RankProcesses, sequences: Mapping[int, RankSequence], ran: Collection[int]
 ) -> dict[int, RankSequence]:
     """Return the sequences, in which decisions are marked that other numbers do not change.
 

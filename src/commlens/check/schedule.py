@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
-from commlens.check.sequence import Event, Issue, RankSequence, Setup, StoreCall, Wait
+from commlens.check.sequence import Event, Issue, RankSequence, Setup, StoreCall, ThreadWait
 from commlens.matching.answer import Disagree, Severity
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
@@ -192,7 +192,7 @@ class _Schedule:
         if isinstance(event, Issue):
             self._issue(thread.rank, event.op)
             return None
-        if isinstance(event, Wait):
+        if isinstance(event, ThreadWait):
             op = self._ops[thread.rank, event.index]
             if not op.done and not op.waited_at:
                 op.waited_at, op.waiter = self._clock(), event.thread
@@ -465,7 +465,7 @@ def _threads_of(sequence: RankSequence) -> list[_Thread]:
             event.op.issue_thread
             if isinstance(event, Issue)
             else event.thread
-            if isinstance(event, Wait)
+            if isinstance(event, ThreadWait)
             else event.call.issue_thread
             if isinstance(event, (Setup, StoreCall))
             else first

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from commlens.check.branches import Decision
+from commlens.check.branches import BranchLine
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.hazard import Hazard
 from commlens.model.ranklog import End
@@ -34,7 +34,7 @@ class Issue(msgspec.Struct, frozen=True, tag="issue"):
     """As a live rank would record it, without times: ``index`` counts the rank's ops from 1."""
 
 
-class Wait(msgspec.Struct, frozen=True, tag="wait"):
+class ThreadWait(msgspec.Struct, frozen=True, tag="wait"):
     """A thread waits for a collective or message: nothing of this thread goes on before its end."""
 
     index: int  # of the Collective
@@ -69,7 +69,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     stack: Stack = ()
 
 
-Event = Issue | Wait | Setup | StoreCall | Leave
+Event = Issue | ThreadWait | Setup | StoreCall | Leave
 """One thing that a rank does."""
 
 
@@ -136,7 +136,7 @@ class RankSequence(msgspec.Struct):
     cut_off: bool = False  # ended by us, after the requested number of steps or out of time
     out_of_time: bool = False
     guesses: list[Guess] = []
-    decisions: list[Decision] = []  # lines that asked for values that are not known
+    decisions: list[BranchLine] = []  # lines that asked for values that are not known
     looks: dict[str, FileLook] = {}  # for files, by path
     unseen: list[Unseen] = []
     hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for

@@ -20,9 +20,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from commlens.check import followed
-from commlens.check.branches import Answers, Choice, Decision, How, Moment, Value
-from commlens.check.exchange import Exchange
-from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
+from commlens.check.branches import Answers, BranchLine, Choice, How, Moment, Value
+from commlens.check.exchange import CheckExchange
+from commlens.check.origins import UNKNOWN, Origins, ValueOrigin, alike_in, joined
 from commlens.model.collective import Frame, FrameKind
 from commlens.tap.running_frames import kind_of_file, user_frame
 from commlens.tracing.patches import Patches
@@ -58,7 +58,7 @@ class Values:
         choices: Iterable[Choice] = (),
         answers: Answers | None = None,
         number: float | None = None,
-        exchange: Exchange | None = None,
+        exchange: CheckExchange | None = None,
     ) -> None:
         """Give the answers of ``choices``, and to reads of values that ranks have alike the
         ``answers`` that other ranks got. Elsewhere the answer is that of the fake world; for
@@ -79,10 +79,10 @@ class Values:
         self._stack = contextlib.ExitStack()
 
     @property
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[BranchLine]:
         """The lines that asked so far, in the order of their first question."""
         return [
-            Decision(
+            BranchLine(
                 met.frame,
                 key[2],
                 met.alike,
@@ -131,7 +131,7 @@ class Values:
             return self._lost(result, origin)
         return self._each(result, origin)
 
-    def _each(self, result: Any, origin: Origin | None) -> Any:
+    def _each(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Return a value that was read, or the values of a list."""
         if isinstance(result, list):
             return [self._each(each, origin) for each in result]
@@ -144,7 +144,7 @@ class Values:
             reader.lose(value)  # a range or a shape of an int is not seen
         return followed.follow(value, reader)
 
-    def _lost(self, result: Any, origin: Origin | None) -> Any:
+    def _lost(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Return a value that is not seen any more."""
         value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
         reader = reader or self._reader(origin)
@@ -152,7 +152,7 @@ class Values:
         self.lose(value, reader, replaceable=replaceable)
         return self._number if replaceable and self._number is not None else value
 
-    def _reader(self, origin: Origin | None) -> _Reader:
+    def _reader(self, origin: ValueOrigin | None) -> _Reader:
         if origin is None:
             return _Reader(self, alike=False, known=True)
         return _Reader(
@@ -164,7 +164,7 @@ class Values:
             moment=Moment(self._origins.calls, self._origins.calls_in(origin.alike)),
         )
 
-    def _answer(self, value: Any, origin: Origin | None) -> tuple[Any, _Reader]:
+    def _answer(self, value: Any, origin: ValueOrigin | None) -> tuple[Any, _Reader]:
         """Return the answer to a read: that of a choice, else the one that others got."""
         reader, place = self._reader(origin), user_frame(sys._getframe())
         if place is None:
@@ -180,7 +180,7 @@ class Values:
         return value, reader
 
     def _shared(
-        self, value: Any, origin: Origin, place: Frame, reader: _Reader
+        self, value: Any, origin: ValueOrigin, place: Frame, reader: _Reader
     ) -> tuple[Any, bool]:
         """Return what the other ranks got for a value that is the same on them, and whether one of
         them knew it.
@@ -263,15 +263,15 @@ class Values:
     # --- ops
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[list[Origin | None]]:
-        outer, read = self._thread.read, list[Origin | None]()
+    def _reading(self) -> Iterator[list[ValueOrigin | None]]:
+        outer, read = self._thread.read, list[ValueOrigin | None]()
         self._thread.read = read
         try:
             yield read
         finally:
             self._thread.read = outer
 
-    def _read(self, origin: Origin | None) -> None:
+    def _read(self, origin: ValueOrigin | None) -> None:
         if (origin is None and not self._choices) or _read_by_torch_itself():
             return
         if self._thread.read is not None:
@@ -279,7 +279,7 @@ class Values:
         else:
             self._reader(origin).lose(None)
 
-    def _shaped(self, origin: Origin) -> None:
+    def _shaped(self, origin: ValueOrigin) -> None:
         place = None if _read_by_torch_itself() else user_frame(sys._getframe())
         if place is not None:
             self._note(place, "shape", self._reader(origin), None)
@@ -300,7 +300,7 @@ class _Met:
 class _Reading(threading.local):
     """The origins of what the running function of torch has read; None outside of any."""
 
-    read: list[Origin | None] | None = None
+    read: list[ValueOrigin | None] | None = None
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from commlens.errors import CommandError, EvidenceError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
-    from commlens.reports.stacks_terminal import StackClass
+    from commlens.reports.stacks_terminal import StackRow
     from commlens.watch.other_nodes import OtherNodes
 
 
@@ -87,7 +87,7 @@ class StacksCommand:
         return 0
 
 
-def with_alike(classes: Sequence[StackClass], elsewhere: OtherNodes) -> list[StackClass]:
+def with_alike(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list[StackRow]:
     """Return the classes with the ranks that are known to stand where some of these do, the ones
     with the fewest ranks first.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob, examine_dumps, examine_logs
 from commlens.dumps.discover import DumpFiles, discover
-from commlens.dumps.read import Evidence, read_own_files, read_verdict
+from commlens.dumps.read import JobLogs, read_own_files, read_verdict
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.dumps.sources import Source
 from commlens.errors import EvidenceError
@@ -78,7 +78,7 @@ def examine_paths(
     """
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
-    evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
+    evidence = read_own_files(files.own, problems) if files.own else JobLogs(problems=problems)
     foreign = (
         _read_foreign_dumps(files, evidence, problems, executor=executor, seen=seen)
         if files.kinds
@@ -133,7 +133,7 @@ class _ForeignDumps(NamedTuple):
 
 def _read_foreign_dumps(
     files: DumpFiles,
-    evidence: Evidence,
+    evidence: JobLogs,
     problems: list[str],
     *,
     executor: Executor | None,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from commlens.diagnosis.align.alignment import Mismatch, align_records
+from commlens.diagnosis.align.alignment import RecordMismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.causes.circumstances import Affected, name_lost_nodes, shared_place
 from commlens.diagnosis.causes.find_all import find_all
@@ -43,7 +43,7 @@ from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.topology import Inventory
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.speed.pace import Slow, find_slow_in_records
+from commlens.speed.pace import SlowRanks, find_slow_in_records
 from commlens.speed.step_times import StepTimes, step_times
 from commlens.text import count, naming_alike, naming_worlds
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def straggler_verdict(
-    slow: Slow,
+    slow: SlowRanks,
     logs: Sequence[RankLog],
     profiles: Mapping[int, Mapping[Stack, int]] = MappingProxyType({}),
     *,
@@ -90,7 +90,7 @@ class ExaminedJob(NamedTuple):
 
     verdict: Verdict
     job: JobIndex
-    mismatches: list[Mismatch]
+    mismatches: list[RecordMismatch]
     graph: Graph
 
     def mismatch_at(self, key: ChannelKey, number: int) -> Disagree | None:

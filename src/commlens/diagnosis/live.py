@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.align.alignment import Mismatch, align_records
+from commlens.diagnosis.align.alignment import RecordMismatch, align_records
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import find_mismatches, find_swapped
 from commlens.diagnosis.graph.build import build_wait_graph
@@ -91,7 +91,7 @@ def _index(logs: Sequence[RankLog]) -> JobIndex | None:
     return index_logs(selected, _NOTHING_STALLS_S) if len(selected) > 1 else None
 
 
-def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
+def _mismatches(job: JobIndex) -> list[tuple[Finding, RecordMismatch]]:
     """Return the mismatches whose order is certain, with their findings, the first cause first."""
     # strict verification still holds them back, or has refused them
     mismatches = [

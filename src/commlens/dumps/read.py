@@ -36,7 +36,7 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 @dataclass
-class Evidence:
+class JobLogs:
     """The readable logs of one job."""
 
     logs: list[RankLog] = field(default_factory=list)  # by rank
@@ -89,7 +89,7 @@ class _Observed:
 
 def read_evidence(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, job: str | None = None
-) -> Evidence:
+) -> JobLogs:
     """Read all black boxes and observations at the paths: dumps, files, folders, in any order and
     under any name.
 
@@ -103,7 +103,7 @@ def read_evidence(
 
 def read_own_files(
     files: Iterable[tuple[Source, Kind]], problems: list[str], *, job: str | None = None
-) -> Evidence:
+) -> JobLogs:
     """Read black boxes and observations that :func:`~commlens.dumps.discover.discover` has found,
     of one job.
 
@@ -129,7 +129,7 @@ def read_own_files(
         of_job = [one for one in observed if one.job == name]
         logs += _logs_of_job(name, by_job.get(name, []), of_job, problems)
     problems += correct_clocks(logs)
-    return Evidence(logs, problems, chosen, others, unread)
+    return JobLogs(logs, problems, chosen, others, unread)
 
 
 def _read_files(

@@ -31,10 +31,10 @@ class Rule(NamedTuple):
     name: str
     what: What
     fault: Fault
-    has_changed: Callable[[_Change], bool]
+    has_changed: Callable[[_HealthChange], bool]
 
 
-class _Change(NamedTuple):
+class _HealthChange(NamedTuple):
     before: Value
     after: Value
     seconds: float  # between both
@@ -52,27 +52,27 @@ _UNUSUAL: Final = 5.0
 """A counter that always rises tells something only if it rises so many times faster than before."""
 
 
-def _rose(least: float) -> Callable[[_Change], bool]:
-    def has_changed(change: _Change) -> bool:
+def _rose(least: float) -> Callable[[_HealthChange], bool]:
+    def has_changed(change: _HealthChange) -> bool:
         unusual = _UNUSUAL * change.usual * change.seconds
         return change.rise >= least and change.rise > unusual
 
     return has_changed
 
 
-def _rose_by_share(least: float) -> Callable[[_Change], bool]:
+def _rose_by_share(least: float) -> Callable[[_HealthChange], bool]:
     """Return a condition: a counter of seconds rose by a second or more, and by this share of the
     time between both looks.
     """
     return lambda change: change.rise >= max(1.0, least * change.seconds)
 
 
-def _fell(change: _Change) -> bool:
+def _fell(change: _HealthChange) -> bool:
     known = isinstance(change.before, float) and isinstance(change.after, float)
     return known and 0 < change.after < change.before  # type: ignore[operator]
 
 
-def _left(good: str) -> Callable[[_Change], bool]:
+def _left(good: str) -> Callable[[_HealthChange], bool]:
     return lambda change: change.before == good != change.after
 
 
@@ -80,7 +80,7 @@ def _is_hot(value: Value) -> bool:
     return isinstance(value, float) and bool(int(value) & THERMAL_REASONS)
 
 
-def _became_hot(change: _Change) -> bool:
+def _became_hot(change: _HealthChange) -> bool:
     return _is_hot(change.after) and not _is_hot(change.before)
 
 
@@ -145,7 +145,7 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
             old = before.values.get(source, {}).get(part, {})
             if rule.name not in values or rule.name not in old or only not in ("", part):
                 continue
-            change = _Change(
+            change = _HealthChange(
                 old[rule.name],
                 values[rule.name],
                 (after.taken_ns - before.taken_ns) / 1e9,

@@ -40,7 +40,7 @@ _RECORD_MAX: Final = 8192  # bytes of a record of /dev/kmsg
 _DAY_S: Final = 86400.0
 
 
-class Found(NamedTuple):
+class KernelEvent(NamedTuple):
     """The event that a line reports, without its time."""
 
     what: What
@@ -51,35 +51,37 @@ class Found(NamedTuple):
     name: str = ""
 
 
-def _xid(match: re.Match[str]) -> Found:
+def _xid(match: re.Match[str]) -> KernelEvent:
     number = int(match["number"])
     address = normal_address(match["pci"])
-    return Found("xid", xid(number).fault, address, number, int(match["pid"] or 0))
+    return KernelEvent("xid", xid(number).fault, address, number, int(match["pid"] or 0))
 
 
-def _killed(match: re.Match[str]) -> Found:
-    return Found("oom-kill", "host-memory", "memory", pid=int(match["pid"]), name=match["name"])
+def _killed(match: re.Match[str]) -> KernelEvent:
+    return KernelEvent(
+        "oom-kill", "host-memory", "memory", pid=int(match["pid"]), name=match["name"]
+    )
 
 
-def _hung(match: re.Match[str]) -> Found:
-    return Found("hung-task", "storage", "disk", pid=int(match["pid"]), name=match["name"])
+def _hung(match: re.Match[str]) -> KernelEvent:
+    return KernelEvent("hung-task", "storage", "disk", pid=int(match["pid"]), name=match["name"])
 
 
-def _at(what: What, fault: Fault, part: str = "") -> Callable[[re.Match[str]], Found]:
+def _at(what: What, fault: Fault, part: str = "") -> Callable[[re.Match[str]], KernelEvent]:
     """Return a function that makes this event of the part in the line, else of ``part``."""
 
-    def found(match: re.Match[str]) -> Found:
+    def found(match: re.Match[str]) -> KernelEvent:
         named = match.groupdict()
         if pci := named.get("pci"):
-            return Found(what, fault, normal_address(pci))
-        return Found(what, fault, named.get("part") or part)
+            return KernelEvent(what, fault, normal_address(pci))
+        return KernelEvent(what, fault, named.get("part") or part)
 
     return found
 
 
 _PCI: Final = r"(?P<pci>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])"
 _LINE: Final = r"(?:NIC )?Link (?:is )?"
-_PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], Found]]]] = [
+_PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], KernelEvent]]]] = [
     (re.compile(pattern), found)
     for pattern, found in (
         (

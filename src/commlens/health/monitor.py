@@ -30,7 +30,7 @@ from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
 from commlens.health.places import RankOfNode
 from commlens.health.sources import ROOT, UnreadableError
-from commlens.health.topology import Layout, find_layout, read_inventory
+from commlens.health.topology import NodeLayout, find_layout, read_inventory
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
 from commlens.model.topology import Inventory
 
@@ -138,7 +138,7 @@ class NodeRecord:
         )
 
 
-class Sampler:
+class NodeSampler:
     """Reads all sources of a node that can be read.
 
     Args:
@@ -244,7 +244,7 @@ class Monitor:
         self._past = past
         self._host = host or os.uname().nodename
         self._topology = topology
-        self._layout = Layout()
+        self._layout = NodeLayout()
         self._job_environment: Mapping[str, str] | None = None  # of a rank, until it was used
         self._wanted = threading.Event()
         self._looked = threading.Condition()
@@ -252,7 +252,7 @@ class Monitor:
         self._asked = 0
         self._closed = False
         self._record = NodeRecord(self._host, past=past)
-        self._sampler: Sampler | None = None
+        self._sampler: NodeSampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
         self._environment: Mapping[str, str] | None = None  # of a rank, to ask RAS
         self._ras: RasReport | None = None
@@ -329,7 +329,7 @@ class Monitor:
 
     def _run(self) -> None:
         try:
-            self._sampler = Sampler(self._root, past=self._past)
+            self._sampler = NodeSampler(self._root, past=self._past)
             due = time.monotonic()
             while not self._closed:
                 asked = self._asked
@@ -461,7 +461,7 @@ def look_once(root: Path = ROOT, host: str = "", inventory: Inventory | None = N
         inventory: where hosts are.
     """
     host = host or os.uname().nodename
-    sampler = Sampler(root, past=True)
+    sampler = NodeSampler(root, past=True)
     try:
         taken_ns = time.time_ns()
         values, events = sampler.look(thorough=True)

@@ -132,7 +132,7 @@ class _Status(msgspec.Struct):
     considered_dead: bool = False
 
 
-class _Rank(msgspec.Struct):
+class _RasRank(msgspec.Struct):
     rank: int
     host: str = ""
     pid: int = 0
@@ -143,8 +143,8 @@ class _Rank(msgspec.Struct):
 class _Communicator(msgspec.Struct):
     hash: str = ""
     size: int = 0
-    ranks: list[_Rank] = []
-    missing_ranks: list[_Rank] = []
+    ranks: list[_RasRank] = []
+    missing_ranks: list[_RasRank] = []
 
 
 class _Answer(msgspec.Struct):
@@ -190,7 +190,7 @@ def _from_json(found: _Communicator) -> RasCommunicator:
     )
 
 
-def _as_model(rank: _Rank) -> RasRank:
+def _as_model(rank: _RasRank) -> RasRank:
     return RasRank(rank.rank, max(0, rank.pid), rank.host)
 
 

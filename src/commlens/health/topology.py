@@ -49,7 +49,7 @@ class _InventoryFile(msgspec.Struct, forbid_unknown_fields=True):
     rails: list[str] = []
 
 
-class Layout(NamedTuple):
+class NodeLayout(NamedTuple):
     """Where a node is, and which adapter is the nearest to each of its GPUs."""
 
     leaf: str = ""
@@ -85,7 +85,7 @@ def find_layout(
     environment: Mapping[str, str],
     sources: Sources,
     inventory: Inventory | None = None,
-) -> Layout:
+) -> NodeLayout:
     """Return where a node is. A source that cannot be read tells nothing.
 
     Args:
@@ -103,7 +103,7 @@ def find_layout(
         *(_of_nccl(file, sources) for file in files),
         _of_pci_tree(root, sources),
     )
-    return Layout(
+    return NodeLayout(
         told.leaf or leaf_of_slurm(environment),
         told.rack,
         next((each for each in found if each), {}),

@@ -7,7 +7,7 @@ import msgspec
 from commlens.model.collective import Stack
 
 
-class Cell(msgspec.Struct, frozen=True):
+class EntryCell(msgspec.Struct, frozen=True):
     """One rank's entry under a sequence number."""
 
     op: str  # "all_reduce", "send to 3", "2 x all_gather"
@@ -31,7 +31,7 @@ class Column(msgspec.Struct):
     """Ranks with equal entries."""
 
     ranks: list[int]
-    cells: list[Cell | None]
+    cells: list[EntryCell | None]
     forgotten: list[bool]  # for each missing cell, whether the ring buffer may have overwritten it
     role: str = ""
 

@@ -12,7 +12,7 @@ MOVEMENT_SCHEMA: Final = "commlens.movement/1"
 MovementKind = Literal["still", "moved", "finished", "again", "only-before", "only-after"]
 
 
-class Place(msgspec.Struct, frozen=True, omit_defaults=True):
+class DumpPosition(msgspec.Struct, frozen=True, omit_defaults=True):
     """The position of a rank in a dump."""
 
     issued: int  # operations that the rank ever issued
@@ -29,8 +29,8 @@ class Moved(msgspec.Struct):
     # before, so restarted
     kind: MovementKind
     sentence: str
-    before: Place | None = None  # position of the first of these ranks
-    after: Place | None = None
+    before: DumpPosition | None = None  # position of the first of these ranks
+    after: DumpPosition | None = None
 
 
 class Movement(msgspec.Struct, kw_only=True):

@@ -34,7 +34,7 @@ class Part(msgspec.Struct):
     seconds: float = 0.0
 
 
-class Setup(msgspec.Struct):
+class SetupEstimate(msgspec.Struct):
     """The estimate for the collectives before the first forward, which no step repeats."""
 
     calls: int = 0
@@ -49,7 +49,7 @@ class Estimate(msgspec.Struct, kw_only=True):
     parts: list[Part]  # of the steps, the longest first
     steps: int  # of the trace, at least 1
     seconds: float  # of all collectives of the steps
-    setup: Setup
+    setup: SetupEstimate
 
     @property
     def seconds_per_step(self) -> float:

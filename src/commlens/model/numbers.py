@@ -51,7 +51,7 @@ class Measure(msgspec.Struct, frozen=True, array_like=True):
         return self.kind, self.name
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True):
+class TensorTable(msgspec.Struct, frozen=True, array_like=True):
     """Tensors that a group of ranks has in common."""
 
     ranks: tuple[Rank, ...]  # ascending
@@ -121,7 +121,7 @@ class OpLog(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[OpRun, ...]
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
+class NumbersReport(msgspec.Struct, frozen=True, array_like=True):
     """All that one rank reports in one check."""
 
     rank: Rank

@@ -43,7 +43,7 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: tuple[str, ...] = ()
 
 
-class Cause(msgspec.Struct, frozen=True, omit_defaults=True):
+class Redistribution(msgspec.Struct, frozen=True, omit_defaults=True):
     """The DTensor redistribution that a collective performs."""
 
     # "aten.addmm.default"; None if the redistribution was requested and not needed by an op
@@ -71,7 +71,7 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     call: int = 0  # number of the module's call within the trace, from 1; 0 outside modules
     microbatch: int | None = None  # of a pipeline schedule, from 0; None outside of one
     owner: Owner | None = None
-    cause: Cause | None = None
+    cause: Redistribution | None = None
     source: Frame | None = None  # the user's line
     # the library function that the user's line called: "clip_grad_norm_"; None if it called
     # torch.distributed

@@ -51,7 +51,7 @@ class TimeChange(msgspec.Struct, kw_only=True):
     moved: bool  # by more than the noise
 
 
-class Comparison(msgspec.Struct, kw_only=True):
+class TraceComparison(msgspec.Struct, kw_only=True):
     """The differences between two traces, the most important first. False if nothing changed."""
 
     schema: str = COMPARISON_SCHEMA

@@ -34,7 +34,7 @@ class Key(NamedTuple):
     line: int  # words
 
 
-class _Part(NamedTuple):
+class _ElementRun(NamedTuple):
     """Elements of one tensor, from the beginning of a line on."""
 
     elements: torch.Tensor
@@ -121,17 +121,17 @@ def _lines(key: Key, elements: int) -> int:
     return -(-elements * key.size // (4 * key.line))
 
 
-def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Part]]:
+def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_ElementRun]]:
     """Yield what is measured at once: whole lines, of bounded size."""
     room = most = _WORDS_AT_ONCE // key.line
     in_line = key.line * 4 // key.size
-    parts: list[_Part] = []
+    parts: list[_ElementRun] = []
     for tensor in tensors:
         first, lines = 0, _lines(key, tensor.numel())
         while first < lines:
             count = min(room, lines - first)
             elements = tensor[first * in_line : (first + count) * in_line]
-            parts.append(_Part(elements, first, count))
+            parts.append(_ElementRun(elements, first, count))
             first += count
             room -= count
             if not room:
@@ -141,7 +141,7 @@ def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Part]]:
         yield parts
 
 
-def _fill(key: Key, parts: Sequence[_Part], zeros: torch.Tensor) -> torch.Tensor:
+def _fill(key: Key, parts: Sequence[_ElementRun], zeros: torch.Tensor) -> torch.Tensor:
     """Return the elements of the parts, line by line."""
     pieces = []
     in_line = len(zeros)
@@ -153,7 +153,7 @@ def _fill(key: Key, parts: Sequence[_Part], zeros: torch.Tensor) -> torch.Tensor
     return (pieces[0] if is_ready else torch.cat(pieces)).view(-1, in_line)
 
 
-def _weights(parts: Sequence[_Part], weights: torch.Tensor) -> torch.Tensor:
+def _weights(parts: Sequence[_ElementRun], weights: torch.Tensor) -> torch.Tensor:
     """Return the weights of each line; one line if they are the same for all."""
     # A tensor of more than one row has lines as long as rows.
     if len(weights) == 1 or all(part.column == 0 and part.lines == 1 for part in parts):

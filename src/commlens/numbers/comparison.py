@@ -19,7 +19,7 @@ from commlens.model.cause import (
     TensorSide,
     Why,
 )
-from commlens.model.numbers import CheckId, Key, Measure, Report
+from commlens.model.numbers import CheckId, Key, Measure, NumbersReport
 from commlens.numbers.departures import (
     CONFIDENCE,
     TRAINED,
@@ -37,7 +37,7 @@ from commlens.numbers.differences import (
     SHOWN,
     SMALL,
     Difference,
-    Part,
+    RelatedTables,
     are_close,
     count_tensors,
     differences_of,
@@ -49,7 +49,7 @@ from commlens.numbers.differences import (
     is_telling,
     must_be_equal,
 )
-from commlens.numbers.partings import Parting, Shared, find_parting, first_other_op
+from commlens.numbers.partings import Parting, SharedTensor, find_parting, first_other_op
 from commlens.numbers.weights import MASK, signed
 
 OPTIMIZER: Final = "optimizer"
@@ -90,7 +90,7 @@ class Learned(NamedTuple):
     step: int
 
 
-class Comparison:
+class TensorComparison:
     """What was compared so far, and what was found."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Comparison:
         """The first step in which ranks ran different ops, without a parting, and these ops."""
 
     def compare(
-        self, check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
+        self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
     ) -> list[Diverged]:
         """Return what ranks have differently in this check, and had alike before. A difference is
         returned once.
@@ -141,9 +141,9 @@ class Comparison:
     def _unequal(
         self,
         check: CheckId,
-        reports: Mapping[int, Report],
-        equal: Sequence[Part],
-        parts: Sequence[Part],
+        reports: Mapping[int, NumbersReport],
+        equal: Sequence[RelatedTables],
+        parts: Sequence[RelatedTables],
     ) -> list[Diverged]:
         untold = [part for part in parts if part.relation in ("presumed", "learned")]
         untold = [part for part in untold if not must_be_equal(part, check)]
@@ -156,10 +156,10 @@ class Comparison:
     def _causes_of(
         self,
         check: CheckId,
-        reports: Mapping[int, Report],
+        reports: Mapping[int, NumbersReport],
         differences: Sequence[Difference],
-        equal: Sequence[Part],
-        parts: Sequence[Part],
+        equal: Sequence[RelatedTables],
+        parts: Sequence[RelatedTables],
     ) -> list[Diverged]:
         """Return what was not found before: first of what an optimizer's step depends on, then of
         each other kind.
@@ -209,8 +209,8 @@ class Comparison:
         order: Difference | None,
         own: list[OwnTensors],
         rng: Sequence[Difference],
-        parts: Sequence[Part],
-        equal: Sequence[Part],
+        parts: Sequence[RelatedTables],
+        equal: Sequence[RelatedTables],
     ) -> Diverged:
         roots = [order] if order is not None else roots_of(differences)
         ranks = all_ranks(roots) if roots else list(ranks)
@@ -283,7 +283,7 @@ class Comparison:
 
     # --- tensors that count as replicas because they have been
 
-    def _unlearned(self, check: CheckId, parts: Sequence[Part]) -> list[Difference]:
+    def _unlearned(self, check: CheckId, parts: Sequence[RelatedTables]) -> list[Difference]:
         """Return tensors that have agreed while they changed, and now differ."""
         found = []
         for part in parts:
@@ -295,7 +295,7 @@ class Comparison:
         return found
 
     def _compare_untold(
-        self, check: CheckId, part: Part, key: Key, measures: Mapping[int, Measure]
+        self, check: CheckId, part: RelatedTables, key: Key, measures: Mapping[int, Measure]
     ) -> list[Difference]:
         at = check.subject, part.ranks, key
         first, *others = measures.values()
@@ -325,7 +325,7 @@ class Comparison:
 
     # --- values that must differ
 
-    def _same(self, check: CheckId, parts: Sequence[Part]) -> list[Diverged]:
+    def _same(self, check: CheckId, parts: Sequence[RelatedTables]) -> list[Diverged]:
         found = []
         for part in parts:
             sides = equal_sides(part)
@@ -359,7 +359,7 @@ class Comparison:
         return found
 
     def _read_twice(
-        self, part: Part, sides: Sequence[dict[int, Measure]]
+        self, part: RelatedTables, sides: Sequence[dict[int, Measure]]
     ) -> list[dict[int, Measure]]:
         """Return the ranks that had the same batch at the check before, too, and then another one.
         A program that always computes the same batch is a benchmark.
@@ -376,7 +376,7 @@ class Comparison:
     # --- ops
 
     def _parting(
-        self, check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
+        self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
     ) -> list[Diverged]:
         """Return the first op with which values part that were alike when the step began."""
         logs = {rank: each.ops for rank, each in reports.items() if each.ops is not None}
@@ -394,7 +394,7 @@ class Comparison:
 
     # --- NaN
 
-    def _not_finite(self, check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
+    def _not_finite(self, check: CheckId, reports: Mapping[int, NumbersReport]) -> list[Diverged]:
         """Return the first parameters or optimizer states that are NaN."""
         having = {rank: report.nans for rank, report in reports.items() if report.nans}
         before = self._without_nan.get(check.subject)
@@ -471,7 +471,7 @@ def _cause_of_parting(check: CheckId, found: Parting, ranks: list[int], ops: int
     )
 
 
-def _shared(parts: Sequence[Part]) -> Iterator[Shared]:
+def _shared(parts: Sequence[RelatedTables]) -> Iterator[SharedTensor]:
     """Yield the tensors that all of their ranks had alike."""
     for part in parts:
         if part.relation not in ("equal", "presumed") or len(part.tables) < len(part.ranks):
@@ -479,10 +479,10 @@ def _shared(parts: Sequence[Part]) -> Iterator[Shared]:
         for key, measures in part.by_key().items():
             digests = {each.digest for each in measures.values()}
             if len(measures) == len(part.ranks) and len(digests) == 1:
-                yield Shared(key, part.ranks, signed(digests.pop()))
+                yield SharedTensor(key, part.ranks, signed(digests.pop()))
 
 
-def _first_nan(check: CheckId, reports: Mapping[int, Report]) -> list[Diverged]:
+def _first_nan(check: CheckId, reports: Mapping[int, NumbersReport]) -> list[Diverged]:
     """Return where NaN came up first: all ranks issue the same collectives in each step."""
     events = {
         rank: event

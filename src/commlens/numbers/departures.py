@@ -18,7 +18,7 @@ from commlens.model.cause import (
     TensorSide,
 )
 from commlens.model.numbers import Measure
-from commlens.numbers.differences import SMALL, Difference, Part, are_close
+from commlens.numbers.differences import SMALL, Difference, RelatedTables, are_close
 from commlens.numbers.weights import LoneWord, lone_word
 
 TRAINED: Final[tuple[TensorKind, ...]] = (
@@ -153,7 +153,7 @@ def doubt_about(blamed_by: BlamedBy, learned: bool) -> DivergedDoubt | None:
 
 
 def other_kinds(
-    roots: Sequence[Difference], differences: Sequence[Difference], equal: Sequence[Part]
+    roots: Sequence[Difference], differences: Sequence[Difference], equal: Sequence[RelatedTables]
 ) -> tuple[list[TensorKind], list[TensorKind]]:
     """Return the other kinds of the first tensor that were compared: equal ones, and others."""
     if not roots or roots[0].key[0] not in ("gradient", "optimizer-state", "parameter"):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from commlens.model.cause import OwnTensors
-from commlens.model.numbers import CheckId, Key, Measure, Relation, Report, Table
+from commlens.model.numbers import CheckId, Key, Measure, NumbersReport, Relation, TensorTable
 
-Load = Callable[[str], Table | None]
+Load = Callable[[str], TensorTable | None]
 """Returns a table by its digest; None if it is lost."""
 
 SHOWN: Final = 20
@@ -20,12 +20,12 @@ SMALL: Final = 1e-4
 _FLOATING: Final = ("float32", "bfloat16", "float16", "float64")
 
 
-class Part(NamedTuple):
+class RelatedTables(NamedTuple):
     """The tables of ranks that have one relation, by rank."""
 
     ranks: tuple[int, ...]
     relation: Relation
-    tables: dict[int, Table]
+    tables: dict[int, TensorTable]
     agrees: bool  # all tables are the same
 
     def by_key(self) -> dict[Key, dict[int, Measure]]:
@@ -62,7 +62,7 @@ class Difference(NamedTuple):
         return sorted(rank for side in self.sides[1:] for rank in side)
 
 
-def parts_of(reports: Mapping[int, Report], load: Load) -> list[Part]:
+def parts_of(reports: Mapping[int, NumbersReport], load: Load) -> list[RelatedTables]:
     """Return the tables that ranks have reported, by relation."""
     refs: dict[tuple[tuple[int, ...], Relation], dict[int, str]] = {}
     for rank, report in sorted(reports.items()):
@@ -77,11 +77,11 @@ def parts_of(reports: Mapping[int, Report], load: Load) -> list[Part]:
             if rank in ranks and (table := loaded[digest]) is not None
         }
         if len(tables) > 1:
-            parts.append(Part(ranks, relation, tables, len(set(digests.values())) == 1))
+            parts.append(RelatedTables(ranks, relation, tables, len(set(digests.values())) == 1))
     return parts
 
 
-def must_be_equal(part: Part, check: CheckId) -> bool:
+def must_be_equal(part: RelatedTables, check: CheckId) -> bool:
     """Return whether nothing is left to learn: at a place of the user's choice, what looks like
     replicas counts as such.
     """
@@ -90,7 +90,7 @@ def must_be_equal(part: Part, check: CheckId) -> bool:
     )
 
 
-def count_tensors(parts: Iterable[Part]) -> int:
+def count_tensors(parts: Iterable[RelatedTables]) -> int:
     """Return the number of tensors that several ranks have reported."""
     keys: set[Key] = set()
     for part in parts:
@@ -99,12 +99,12 @@ def count_tensors(parts: Iterable[Part]) -> int:
     return len(keys)
 
 
-def digest_of(part: Part, rank: int) -> int:
+def digest_of(part: RelatedTables, rank: int) -> int:
     """Return a number that two ranks share if their tables are the same."""
     return hash(tuple(measure.digest for measure in part.tables[rank].measures))
 
 
-def equal_sides(part: Part) -> list[dict[int, Measure]]:
+def equal_sides(part: RelatedTables) -> list[dict[int, Measure]]:
     """Return the ranks that have the same table, where there are several."""
     sides: dict[int, dict[int, Measure]] = {}
     for rank, table in part.tables.items():
@@ -116,7 +116,7 @@ def equal_sides(part: Part) -> list[dict[int, Measure]]:
 # --- differences
 
 
-def find_differences(parts: Sequence[Part], tolerance: float) -> list[Difference]:
+def find_differences(parts: Sequence[RelatedTables], tolerance: float) -> list[Difference]:
     """Return the tensors that ranks have differently. Ranks that are compared with one another in
     several tables are compared together.
     """
@@ -199,7 +199,7 @@ def is_telling(measure: Measure) -> bool:
     return measure.kind == "rng" or (measure.items > 1 and measure.dtype in _FLOATING)
 
 
-def find_other_order(parts: Sequence[Part]) -> Difference | None:
+def find_other_order(parts: Sequence[RelatedTables]) -> Difference | None:
     """Return the first parameter that ranks have registered at another place, or the first module
     that they ran at another place, of those that all of them have.
     """
@@ -212,7 +212,7 @@ def find_other_order(parts: Sequence[Part]) -> Difference | None:
     return None
 
 
-def _other_order(part: Part, kind: Literal["parameter", "module"]) -> Difference | None:
+def _other_order(part: RelatedTables, kind: Literal["parameter", "module"]) -> Difference | None:
     measures = {
         rank: [each for each in table.measures if each.kind == kind]
         for rank, table in part.tables.items()
@@ -232,7 +232,7 @@ def _other_order(part: Part, kind: Literal["parameter", "module"]) -> Difference
 
 
 def find_own_tensors(
-    check: CheckId, reports: Mapping[int, Report], parts: Sequence[Part]
+    check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
 ) -> list[OwnTensors]:
     """Return the parameters and buffers that some ranks lack, of models that are compared whole."""
     if not check.wait_s:

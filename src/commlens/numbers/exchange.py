@@ -27,9 +27,9 @@ from commlens.diagnosis.words.diverged import (
     verdict_of,
 )
 from commlens.model.cause import Diverged
-from commlens.model.numbers import CheckId, Report, StepsCompared, Table, TableRef
+from commlens.model.numbers import CheckId, NumbersReport, StepsCompared, TableRef, TensorTable
 from commlens.model.verdict import Verdict
-from commlens.numbers.comparison import OPTIMIZER, Comparison
+from commlens.numbers.comparison import OPTIMIZER, TensorComparison
 from commlens.numbers.differences import count_tensors, parts_of
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.meeting import Meeting
@@ -141,7 +141,7 @@ class Exchange:
                     self._send(*item)
                 if self._collector is not None:
                     self._collector.poll(time.monotonic())
-            self._meeting.post(_encode(Report(self._rank, _LEAVES, ())))
+            self._meeting.post(_encode(NumbersReport(self._rank, _LEAVES, ())))
             if self._collector is not None:
                 self._collector.finish()
         except Exception as error:
@@ -157,7 +157,7 @@ class Exchange:
             digest = hashlib.blake2b(content, digest_size=16).hexdigest()
             self._meeting.keep(table_name(check, digest), content)
             refs.append(TableRef(table.ranks, table.relation, digest))
-        report = Report(
+        report = NumbersReport(
             self._rank,
             check,
             tuple(refs),
@@ -185,8 +185,8 @@ class Collector:
         self._meeting = meeting
         self._ranks = set(ranks)
         self._on_diverged = on_diverged
-        self._comparison = Comparison()
-        self._waiting: dict[CheckId, dict[int, Report]] = {}
+        self._comparison = TensorComparison()
+        self._waiting: dict[CheckId, dict[int, NumbersReport]] = {}
         self._since: dict[CheckId, float] = {}
         self._answered: list[str] = []
         self._told_other_ops = False
@@ -209,7 +209,7 @@ class Collector:
         self._left |= self._leaving
         self._leaving = set()
         for content in self._meeting.take():
-            report = msgspec.msgpack.decode(content, type=Report)
+            report = msgspec.msgpack.decode(content, type=NumbersReport)
             if report.check == _LEAVES:
                 self._leaving.add(report.rank)
                 continue
@@ -258,9 +258,11 @@ class Collector:
     def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
         reports = self._waiting[check]
 
-        def load(digest: str) -> Table | None:
+        def load(digest: str) -> TensorTable | None:
             content = self._meeting.value(table_name(check, digest))
-            return msgspec.msgpack.decode(content, type=Table) if content is not None else None
+            return (
+                msgspec.msgpack.decode(content, type=TensorTable) if content is not None else None
+            )
 
         parts = parts_of(reports, load)
         causes = self._comparison.compare(check, reports, parts)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commlens.model.numbers import Measure, NanEvent, OpLog, Table
+from commlens.model.numbers import Measure, NanEvent, OpLog, TensorTable
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
 from commlens.numbers.outputs import Output
 from commlens.numbers.replicas import (
     Model,
-    Place,
     Replicas,
+    TensorPlace,
     draws_random_numbers,
     has_fsdp,
     local_part,
@@ -63,7 +63,7 @@ class Inspection:
         self._outputs = outputs
         self.ops: OpLog | None = None  # of a check of every op
 
-    def read(self) -> tuple[list[Table], list[Measure]]:
+    def read(self) -> tuple[list[TensorTable], list[Measure]]:
         """Return the tables, and the parameters and optimizer states that are NaN. Waits for the
         device.
         """
@@ -77,7 +77,7 @@ class Inspection:
         for output in self._outputs:
             tables.setdefault(output.kept_by, []).extend(output.unread.read())
         return [
-            Table(replicas.ranks, replicas.relation, tuple(measures))
+            TensorTable(replicas.ranks, replicas.relation, tuple(measures))
             for replicas, measures in tables.items()
         ], nans
 
@@ -118,7 +118,7 @@ def look_at(
         yield from _generators(model, kept_by_all)
 
 
-def _kept_like(parameter: Any, other: Any, place: Place) -> tuple[Replicas, ...]:
+def _kept_like(parameter: Any, other: Any, place: TensorPlace) -> tuple[Replicas, ...]:
     """Return the ranks that hold the same part of a gradient or a state of a parameter."""
     if not hasattr(other, "placements"):
         return place.kept_by
@@ -129,7 +129,7 @@ def _kept_like(parameter: Any, other: Any, place: Place) -> tuple[Replicas, ...]
     )
 
 
-def _states(optimizer: Any, place: Place, parameter: Any) -> Iterator[Looked]:
+def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[Looked]:
     state = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
     for name, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor):

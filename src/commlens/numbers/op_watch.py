@@ -64,7 +64,7 @@ class _KnownTensor(NamedTuple):
     end: int
 
 
-class _Op:
+class _OpFacts:
     """The facts about an op that its schema tells."""
 
     def __init__(self, op: Any) -> None:
@@ -100,7 +100,7 @@ class OpWatch:
         """Is called before a module runs that is trained."""
         self._mode = _Mode(self)
         self._pid = os.getpid()
-        self._ops: dict[Any, _Op] = {}
+        self._ops: dict[Any, _OpFacts] = {}
         self._modules: list[Any] = []  # that run, the innermost last
         self._begin([])
 
@@ -216,11 +216,11 @@ class OpWatch:
                 self._fail(error)
         return result
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[_Op, _Run] | None:
+    def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[_OpFacts, _Run] | None:
         """Return an op with the hashes of its inputs; None if there is nothing to compare."""
         about = self._ops.get(func)
         if about is None:
-            about = self._ops[func] = _Op(func)
+            about = self._ops[func] = _OpFacts(func)
         if about.is_view:
             return None
         place = self._place()
@@ -246,7 +246,7 @@ class OpWatch:
         arguments = _described((args, kwargs))
         return about, _Run(str(func), arguments, inputs, [], reads, [], place)
 
-    def _add(self, before: tuple[_Op, _Run], args: Any, kwargs: Any, result: Any) -> None:
+    def _add(self, before: tuple[_OpFacts, _Run], args: Any, kwargs: Any, result: Any) -> None:
         """Add the hashes of an op's outputs."""
         about, run = before
         written = self._written(about, args, kwargs)
@@ -260,7 +260,7 @@ class OpWatch:
         if len(self._runs) > RUNS_MAX:
             self.too_many, self.is_on = True, False
 
-    def _written(self, about: _Op, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _written(self, about: _OpFacts, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the arguments that an op writes to."""
         return _tensors(
             [
@@ -289,7 +289,7 @@ class OpWatch:
         return len(self._hashes) - 1
 
     def _hash_of_generator(
-        self, about: _Op, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+        self, about: _OpFacts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
     ) -> int:
         given = kwargs.get("generator")
         if given is None and "generator" in about.names:

@@ -15,7 +15,7 @@ from commlens.model.cause import Departure, OpSide
 from commlens.model.numbers import Key, OpLog, OpPlace, OpRun
 
 
-class Shared(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that ranks had alike when the step began."""
 
     key: Key
@@ -50,14 +50,14 @@ class OpsOfRank(NamedTuple):
         return self.log.places[run.place]
 
 
-class _Change(NamedTuple):
+class _TensorChange(NamedTuple):
     """A change of a tensor."""
 
     position: int
     digest: int
 
 
-def find_parting(logs: Mapping[int, OpLog], shared: Sequence[Shared]) -> Parting | None:
+def find_parting(logs: Mapping[int, OpLog], shared: Sequence[SharedTensor]) -> Parting | None:
     """Return the first op with which values part."""
     ranks = {rank: OpsOfRank(rank, log) for rank, log in sorted(logs.items())}
     found = [*_other_results(ranks), *_other_changes(ranks, shared)]
@@ -117,7 +117,7 @@ def _first_that_differs(outputs: Sequence[tuple[int, ...]]) -> int:
 # --- other changes of tensors that were alike
 
 
-def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[Shared]) -> list[Parting]:
+def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[SharedTensor]) -> list[Parting]:
     """Return the first op, of each tensor that ranks had alike, after which they have not."""
     changes = {
         rank: _changes(of_rank.log, [each for each in shared if rank in each.ranks])
@@ -140,16 +140,16 @@ def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[Shared]) -> 
     return found
 
 
-def _changes(log: OpLog, shared: Iterable[Shared]) -> dict[Key, list[_Change]]:
+def _changes(log: OpLog, shared: Iterable[SharedTensor]) -> dict[Key, list[_TensorChange]]:
     """Return the changes of each tensor in a step. A write of the same bytes is none."""
     last = {each.key: each.digest for each in shared}
-    found: dict[Key, list[_Change]] = {}
+    found: dict[Key, list[_TensorChange]] = {}
     for position, run in enumerate(log.runs):
         for kind, name, digest in run.writes:
             key: Key = (kind, name)
             if key in last and last[key] != digest:
                 last[key] = digest
-                found.setdefault(key, []).append(_Change(position, digest))
+                found.setdefault(key, []).append(_TensorChange(position, digest))
     return found
 
 

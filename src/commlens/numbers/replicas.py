@@ -40,7 +40,7 @@ class Replicas(NamedTuple):
     relation: Relation
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a parameter or buffer is in its model."""
 
     name: str
@@ -104,7 +104,7 @@ class Model:
         self._roots = [weakref.ref(root) for root in roots]
         self._group = group
         self.first_of: Any = None  # the optimizer whose checks include the buffers
-        self.places: dict[int, Place] = {}  # by the id of a parameter
+        self.places: dict[int, TensorPlace] = {}  # by the id of a parameter
         self._find_places()
 
     def alive(self) -> list[nn.Module]:
@@ -128,7 +128,7 @@ class Model:
         """Whether all parameters are parts of larger tensors, of which no other rank has a copy."""
         return all(not place.kept_by for place in self.places.values())
 
-    def parameters(self) -> Iterator[tuple[Place, nn.Parameter]]:
+    def parameters(self) -> Iterator[tuple[TensorPlace, nn.Parameter]]:
         """Yield all parameters, in the order in which they are registered."""
         for root in self.alive():
             for parameter in root.parameters():
@@ -175,7 +175,7 @@ class Model:
                     known = (*known, *replicas_beside_mesh(parameter, whole))
                 is_part = is_part or id(parameter) in copies
                 kept = tuple(dict.fromkeys(known)) or (() if is_part else untold)
-                self.places[id(parameter)] = Place(plain_name(prefix + name), kept)
+                self.places[id(parameter)] = TensorPlace(plain_name(prefix + name), kept)
 
     def _untold(self, root: nn.Module) -> tuple[Replicas, ...]:
         """Return the ranks that hold replicas of plain parameters outside of DDP, perhaps."""

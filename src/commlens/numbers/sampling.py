@@ -45,14 +45,14 @@ log = logging.getLogger("commlens")
 _SEARCHES_MAX: Final = 16
 _LEFT_BY_A_STEP: Final = ("parameter", "optimizer-state")
 _ROOT: Final = "the model"
-_sampler: Sampler | None = None
+_sampler: TensorSampler | None = None
 
 
 def start(plan: NumberChecks) -> None:
     """Check from the next optimizer step on. A second call changes the plan."""
     global _sampler
     if _sampler is None:
-        _sampler = Sampler(plan)
+        _sampler = TensorSampler(plan)
         register_optimizer_step_post_hook(_after_step)
         model_inputs.watch(_note_inputs)
     _sampler.plan = plan
@@ -64,7 +64,7 @@ def start(plan: NumberChecks) -> None:
         _sampler.ops.install(_safely)
 
 
-class Sampler:
+class TensorSampler:
     """The optimizers and models of this process."""
 
     def __init__(self, plan: NumberChecks) -> None:

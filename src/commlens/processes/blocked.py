@@ -74,32 +74,32 @@ _WAIT4: Final = {61, 260}  # its first argument is the pid; the second one of wa
 _COMMAND_MAX: Final = 80
 
 
-class Wait(NamedTuple):
+class ProcessWait(NamedTuple):
     """What a process waits for."""
 
     text: str = ""  # "it waits to read from a pipe"; empty if it does not show
     holder: int = 0  # of a lock: the process that has it, if it is known
 
 
-def waits_for(pid: int) -> Wait:
+def waits_for(pid: int) -> ProcessWait:
     """Return what the main thread of a process waits for."""
     fields = (read_text(f"/proc/{pid}/syscall") or "").split()
     if len(fields) < 3 or not fields[0].isdecimal():
-        return Wait()
+        return ProcessWait()
     number, arguments = int(fields[0]), [int(field, 16) for field in fields[1:3]]
     call = _CALLS.get(os.uname().machine, {}).get(number, "")
     if call == "sleep":
-        return Wait("it sleeps")
+        return ProcessWait("it sleeps")
     if call == "select":  # up to Python 3.10, time.sleep is a select without files
-        return Wait("" if arguments[0] else "it sleeps")
+        return ProcessWait("" if arguments[0] else "it sleeps")
     if call == "wait":
-        return Wait(_child(pid, arguments[0] if number in _WAIT4 else arguments[1]))
+        return ProcessWait(_child(pid, arguments[0] if number in _WAIT4 else arguments[1]))
     if call == "open":
         is_fifo = read_text(f"/proc/{pid}/wchan") == "wait_for_partner"
-        return Wait("it waits for another process to open a named pipe" if is_fifo else "")
+        return ProcessWait("it waits for another process to open a named pipe" if is_fifo else "")
     if call == "lock":
         return _lock(pid, arguments[0])
-    return Wait(_file(pid, call, arguments[0]) if call else "")
+    return ProcessWait(_file(pid, call, arguments[0]) if call else "")
 
 
 def _child(pid: int, child: int) -> str:
@@ -113,7 +113,7 @@ def _child(pid: int, child: int) -> str:
     )
 
 
-def _lock(pid: int, descriptor: int) -> Wait:
+def _lock(pid: int, descriptor: int) -> ProcessWait:
     """Return which file's lock the process waits for, and which process has it. ``/proc/locks``
     lists a lock and then its waiters.
     """
@@ -129,16 +129,18 @@ def _lock(pid: int, descriptor: int) -> Wait:
             waits = True
             break
     if not waits:
-        return Wait()
+        return ProcessWait()
     lock = f"it waits for the lock of {path or 'a file'}"
     if holder <= 0:
-        return Wait(lock)
+        return ProcessWait(lock)
     # The kernel names the process that took the lock. The lock lives as long as the open file,
     # which children inherit.
     owner = next((one for one in (holder, *descendants(holder, ())) if _has_open(one, path)), 0)
     if not owner:
-        return Wait(f"{lock}, which process {holder} took: a former child of it may still hold it")
-    return Wait(f"{lock}, which process {_named(owner)} holds", owner)
+        return ProcessWait(
+            f"{lock}, which process {holder} took: a former child of it may still hold it"
+        )
+    return ProcessWait(f"{lock}, which process {_named(owner)} holds", owner)
 
 
 def _has_open(pid: int, path: str) -> bool:

@@ -196,7 +196,7 @@ class Observer:
             subject.pending = None
 
     def ended(
-        self, pid: int, ending: process.Ending, *, clean: bool | None = None, at_ns: int = 0
+        self, pid: int, ending: process.ProcessEnding, *, clean: bool | None = None, at_ns: int = 0
     ) -> Observation:
         """Note that a process ended.
 

@@ -58,14 +58,14 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessEnding:
     """How a process ended."""
 
     exit_code: int | None = None
     signal: str | None = None  # "SIGKILL"
 
     @classmethod
-    def from_wait_status(cls, status: int) -> Ending:
+    def from_wait_status(cls, status: int) -> ProcessEnding:
         """Decode the status of wait(2)."""
         number = status & 0x7F
         if number:
@@ -297,7 +297,7 @@ class Handle:
     exists: bool = True
     ended_ns: int = 0  # Unix ns at which its end was noticed
     ended_alone: bool = False  # torchrun and all its other ranks ran on when its end was noticed
-    _ending: Ending | None = None
+    _ending: ProcessEnding | None = None
 
     def __init__(self, pid: int, start_ticks: int = 0) -> None:
         self.pid = pid
@@ -323,7 +323,7 @@ class Handle:
         handle.pid, handle.start_ticks = pid, 0
         return handle
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> ProcessEnding | None:
         """Return how the process ended: None while it runs, an empty Ending if that is no longer
         known.
         """
@@ -332,9 +332,9 @@ class Handle:
             self.ended_ns = time.time_ns() if self._ending is not None else 0
         return self._ending
 
-    def _read_ending(self) -> Ending | None:
+    def _read_ending(self) -> ProcessEnding | None:
         if not self.exists:
-            return Ending()
+            return ProcessEnding()
         child = self._as_child()
         if child is not None:
             return child
@@ -343,10 +343,10 @@ class Handle:
             if not stat.ended:
                 return None
             if stat.exit_status is not None:
-                return Ending.from_wait_status(stat.exit_status)
-        return self._after_reaping() or Ending()
+                return ProcessEnding.from_wait_status(stat.exit_status)
+        return self._after_reaping() or ProcessEnding()
 
-    def _as_child(self) -> Ending | None:
+    def _as_child(self) -> ProcessEnding | None:
         """Read the status as the parent, without reaping the process: torchrun's agent does
         that.
         """
@@ -357,10 +357,10 @@ class Handle:
         if info is None or info.si_pid != self.pid:
             return None
         if info.si_code == os.CLD_EXITED:
-            return Ending(exit_code=info.si_status)
-        return Ending(signal=signal_name(info.si_status))
+            return ProcessEnding(exit_code=info.si_status)
+        return ProcessEnding(signal=signal_name(info.si_status))
 
-    def _after_reaping(self) -> Ending | None:
+    def _after_reaping(self) -> ProcessEnding | None:
         if self.fileno is None:
             return None
         buffer = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
@@ -369,7 +369,7 @@ class Handle:
         except OSError:
             return None
         mask, *_, status = _PIDFD_INFO.unpack(buffer)
-        return Ending.from_wait_status(status) if mask & _PIDFD_INFO_EXIT else None
+        return ProcessEnding.from_wait_status(status) if mask & _PIDFD_INFO_EXIT else None
 
     def close(self) -> None:
         """Close the pidfd."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlens.model.collective import Stack
-from commlens.model.entries import Cell, Column, EntryTable
+from commlens.model.entries import Column, EntryCell, EntryTable
 from commlens.reports.console import print_parts
 from commlens.text import count, ranks_phrase
 
@@ -146,12 +146,12 @@ def _mark(table: EntryTable, number: int) -> str:
     return "newest" if table.messages and number == 0 else str(number)
 
 
-def _usual(table: EntryTable, row: int) -> Cell | None:
+def _usual(table: EntryTable, row: int) -> EntryCell | None:
     """Return the entry that most ranks have in a row; None for messages."""
     if table.messages:
         return None
     ranks: Counter[str] = Counter()
-    first: dict[str, Cell] = {}
+    first: dict[str, EntryCell] = {}
     for column in table.columns:
         cell = column.cells[row]
         if cell is not None:
@@ -160,7 +160,9 @@ def _usual(table: EntryTable, row: int) -> Cell | None:
     return first[ranks.most_common(1)[0][0]] if ranks else None
 
 
-def _cell_text(column: Column, row: int, usual: Cell | None, names: dict[Stack, str] | None) -> str:
+def _cell_text(
+    column: Column, row: int, usual: EntryCell | None, names: dict[Stack, str] | None
+) -> str:
     """Return how the entry ended, with its arguments where they differ from the usual ones."""
     cell = column.cells[row]
     if cell is None:

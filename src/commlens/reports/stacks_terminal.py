@@ -23,7 +23,7 @@ _MOST_CLASSES = 20
 _NAME_MAX = 80  # of a C++ function: templates make them very long
 
 
-class StackClass(msgspec.Struct, frozen=True):
+class StackRow(msgspec.Struct, frozen=True):
     """Ranks whose main threads stand at the same place."""
 
     ranks: list[int]
@@ -53,7 +53,7 @@ class StackClass(msgspec.Struct, frozen=True):
         return found
 
 
-def merge_stacks(logs: Sequence[RankLog]) -> list[StackClass]:
+def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
     """Group ranks by the stack of their main thread, and by the state of their process if it
     explains why they do not move. The classes with the fewest ranks come first.
     """
@@ -65,7 +65,7 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackClass]:
         state = "" if seen.state in UNREMARKABLE else process_phrase(seen)
         found.setdefault((_key(frames), state, note), []).append((log, frames, note))
     classes = [
-        StackClass(
+        StackRow(
             sorted(log.rank for log, _, _ in members),
             members[0][1],
             str(key[1]),
@@ -109,7 +109,7 @@ def _others(logs: Iterable[RankLog]) -> list[str]:
 
 
 def print_classes(
-    classes: Sequence[StackClass], *, most: int = _MOST_CLASSES, whole: bool = False
+    classes: Sequence[StackRow], *, most: int = _MOST_CLASSES, whole: bool = False
 ) -> None:
     """Print classes of stacks, innermost frame first.
 
@@ -132,7 +132,7 @@ def print_classes(
     print_parts(parts)
 
 
-def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
+def class_lines(each: StackRow, *, whole: bool = False) -> list[str]:
     """Return one class as lines: the ranks, then a line for each frame."""
     state = f", {each.state}" if each.state else ""
     number = f" ({len(each.ranks)} ranks)" if len(each.ranks) > 2 else ""
@@ -144,7 +144,7 @@ def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
     return [head, *(lines or [f"no stack: {each.note}"]), *(f"also {text}" for text in each.others)]
 
 
-def _class(each: StackClass, *, whole: bool) -> list[RenderableType]:
+def _class(each: StackRow, *, whole: bool) -> list[RenderableType]:
     head, *lines = class_lines(each, whole=whole)
     return [
         Text(head, style="bold"),

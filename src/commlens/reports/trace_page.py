@@ -14,7 +14,7 @@ import msgspec
 
 from commlens.formats.trace_json import encode
 from commlens.model.trace import TraceData
-from commlens.model.trace_changes import Comparison
+from commlens.model.trace_changes import TraceComparison
 from commlens.reports.page import render_page
 
 VIEWER_FILE: Final = "commlens-viewer.html"
@@ -60,7 +60,7 @@ def trace_page(
 
 def compare_page(
     traces: tuple[TraceData, TraceData],
-    comparison: Comparison,
+    comparison: TraceComparison,
     *,
     names: tuple[str, str],
     notes: Sequence[str],

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlens.model.trace import TracedOp
-from commlens.model.trace_changes import Comparison
+from commlens.model.trace_changes import TraceComparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.trace_times import Times
 from commlens.model.wire_bytes import RULE_IN_SHORT
@@ -51,7 +51,7 @@ def print_summary(
     print_parts(_summary(summary), file, width, colour)
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: TraceComparison) -> None:
     """Print the changes between two traces."""
     parts: list[RenderableType] = [
         Text(comparison.answer, style="bold yellow" if comparison else "bold green")

@@ -43,7 +43,7 @@ class Pace(NamedTuple):
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
 
 
-class Slow(NamedTuple):
+class SlowRanks(NamedTuple):
     """Ranks that make a job slow."""
 
     ranks: list[int]
@@ -103,7 +103,7 @@ def _times_known(ops: Sequence[Collective]) -> bool:
     return len(ops) >= _MIN_COLLECTIVES and all(op.duration_ns is not None for op in on_device)
 
 
-def spans_in(waits: Iterable[Wait], window: Span) -> list[Span]:
+def spans_in(waits: Iterable[WaitTime], window: Span) -> list[Span]:
     """Return the times within a window in which a rank was in one of the waits."""
     return common(union((wait.begin_ns, wait.end_ns) for wait in waits), [window])
 
@@ -127,7 +127,7 @@ def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
     return sum(map(_waits_unseen, far)) <= _FEW * len(far)
 
 
-class Wait(NamedTuple):
+class WaitTime(NamedTuple):
     """A time in which a rank was in a collective, or waited for one. Unix ns."""
 
     begin_ns: int
@@ -135,14 +135,14 @@ class Wait(NamedTuple):
     op: Collective
 
 
-def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
+def find_waits(logs: Iterable[RankLog]) -> dict[int, list[WaitTime]]:
     """Return each rank's waits on the host, sorted.
 
     DDP waits for its collectives in C++ at the end of the backward pass, which the tap does not
     see. There the last collective of a step counts, and the wait lasts until all ranks of the host
     have issued it: clocks of several hosts differ.
     """
-    found: dict[int, list[Wait]] = {}
+    found: dict[int, list[WaitTime]] = {}
     hosts: dict[int, str] = {}
     # channel, host, step: each rank's last one
     unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
@@ -157,16 +157,16 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
         if len(numbers) == 1 and len(by_rank) == sum(hosts.get(rank) == host for rank in key[2]):
             last = max(op.announced_ns for op in by_rank.values())
             for rank, op in by_rank.items():
-                found[rank].append(Wait(op.announced_ns, last, op))
+                found[rank].append(WaitTime(op.announced_ns, last, op))
     return {rank: sorted(waits, key=lambda wait: wait[:2]) for rank, waits in found.items()}
 
 
-def _own_waits(op: Collective, log: RankLog) -> Iterator[Wait]:
+def _own_waits(op: Collective, log: RankLog) -> Iterator[WaitTime]:
     """Yield the times in which a rank was in the call of a collective, and in its wait."""
     still = log.captured_ns if op.in_flight else 0
-    yield Wait(op.announced_ns, op.returned_ns or still or op.announced_ns, op)
+    yield WaitTime(op.announced_ns, op.returned_ns or still or op.announced_ns, op)
     if op.wait_began_ns:
-        yield Wait(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op)
+        yield WaitTime(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op)
 
 
 def _waits_unseen(op: Collective) -> bool:
@@ -179,8 +179,8 @@ def _waits_unseen(op: Collective) -> bool:
 
 
 def find_slow_ranks(
-    paces: Sequence[Pace], before: Slow | None = None, *, sufficient: bool = False
-) -> Slow | None:
+    paces: Sequence[Pace], before: SlowRanks | None = None, *, sufficient: bool = False
+) -> SlowRanks | None:
     """Return the ranks that make a job slow; None if there are none, or the samples are too few or
     do not agree.
 
@@ -200,7 +200,7 @@ def find_slow_ranks(
     return slow
 
 
-def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> Slow | None:
+def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> SlowRanks | None:
     if not (sufficient or suffice(paces)) or len(paces[0].waited_s) < 2:
         return None
     window_s, steps = sum(pace.window_s for pace in paces), sum(pace.steps for pace in paces)
@@ -218,7 +218,7 @@ def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> S
     if len(agreeing) < AGREEING * len(paces):
         return None
     step_s = median(pace.step_s for pace in paces)
-    return Slow(
+    return SlowRanks(
         sorted(ranks),
         cost_s / window_s,
         steps,
@@ -268,7 +268,7 @@ def _without_cpu(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
     return sum(known) / len(known) if known else 0.0
 
 
-def find_slow_in_records(logs: Sequence[RankLog]) -> Slow | None:
+def find_slow_in_records(logs: Sequence[RankLog]) -> SlowRanks | None:
     """Return the ranks that made a job slow for as long as the records of all ranks reach back;
     None if there are none.
     """
@@ -291,7 +291,7 @@ def recent(paces: Sequence[Pace]) -> list[Pace]:
     )
 
 
-def with_cpu(slow: Slow, paces: Sequence[Pace]) -> Slow:
+def with_cpu(slow: SlowRanks, paces: Sequence[Pace]) -> SlowRanks:
     """Add how long the slow ranks of this node were ready to run without a CPU, which only this
     node's own samples show.
     """
@@ -316,7 +316,7 @@ Sample = tuple[int, float, dict[int, int]]
 class Judgement(NamedTuple):
     """The slow ranks of the job, as found by the node that reports."""
 
-    slow: Slow | None  # None: no rank is slow
+    slow: SlowRanks | None  # None: no rank is slow
     ranks: list[int]  # all ranks that were compared
 
 

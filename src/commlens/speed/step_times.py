@@ -18,7 +18,7 @@ import msgspec
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
-from commlens.speed.pace import Wait, common_span, find_waits, on_device_ns, spans_in
+from commlens.speed.pace import WaitTime, common_span, find_waits, on_device_ns, spans_in
 from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
 
 _STEPS: Final = 64  # the newest of them
@@ -69,16 +69,16 @@ line.
 """
 
 
-class _Rank:
+class _RankSteps:
     """What one rank did within a window."""
 
     def __init__(
-        self, log: RankLog, window: Span, waits: Sequence[Wait], arrivals: _Arrivals
+        self, log: RankLog, window: Span, waits: Sequence[WaitTime], arrivals: _Arrivals
     ) -> None:
         self.log, self.window = log, window
         self.ops = [op for op in log.collectives if window[0] <= op.announced_ns < window[1]]
         self.flights = _by_where(
-            Wait(op.announced_ns, _end(op, log, arrivals), op) for op in self.ops
+            WaitTime(op.announced_ns, _end(op, log, arrivals), op) for op in self.ops
         )
         self._waits = _by_where(
             wait for wait in waits if window[0] < wait.end_ns and wait.begin_ns < window[1]
@@ -96,9 +96,9 @@ class _Rank:
         return length(waits), hidden_ns, on_device_ns(each.op for each in self.flights[where])
 
 
-def _by_where(calls: Iterable[Wait]) -> dict[_Where, list[Wait]]:
+def _by_where(calls: Iterable[WaitTime]) -> dict[_Where, list[WaitTime]]:
     """Return waits or flights in all, by group, and by place: parts are asked for often."""
-    found: dict[_Where, list[Wait]] = defaultdict(list)
+    found: dict[_Where, list[WaitTime]] = defaultdict(list)
     for call in calls:
         where = _where(call.op)
         for place in ((), where[:1], where):
@@ -123,7 +123,7 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     windows = {
         log.rank: (moments[log.rank][steps[0]], moments[log.rank][steps[-1] + 1]) for log in logs
     }
-    ranks = [_Rank(log, windows[log.rank], waits[log.rank], arrivals) for log in logs]
+    ranks = [_RankSteps(log, windows[log.rank], waits[log.rank], arrivals) for log in logs]
     number = len(steps)
     waited, hidden, device = zip(*(rank.part() for rank in ranks), strict=True)
     times = StepTimes(
@@ -151,7 +151,7 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[StepPart]:
     if window[1] <= window[0]:
         return []
     waits = find_waits(logs)
-    ranks = [_Rank(log, window, waits[log.rank], {}) for log in logs]
+    ranks = [_RankSteps(log, window, waits[log.rank], {}) for log in logs]
     return _parts(ranks, length([window]) * 1e-9, 1)
 
 
@@ -233,7 +233,7 @@ def _where(op: Collective) -> _Where:
     return group_label(op.channel.group), op.module or (f"{op.op} at {line}" if line else op.op)
 
 
-def _groups_and_places(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
+def _groups_and_places(ranks: Sequence[_RankSteps], steps: int) -> tuple[list[StepPart], int]:
     """Return the groups, each followed by its places, and how many places are left out."""
     places = _parts(ranks, steps, 2)
     shown = places[:_PLACES]
@@ -245,7 +245,7 @@ def _groups_and_places(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPar
     return parts, len(places) - len(shown)
 
 
-def _parts(ranks: Sequence[_Rank], steps: float, level: int) -> list[StepPart]:
+def _parts(ranks: Sequence[_RankSteps], steps: float, level: int) -> list[StepPart]:
     """Return the groups (level 1) or their places (2), the longest wait first."""
     called = dict.fromkeys(where for rank in ranks for where in rank.flights if len(where) == level)
     return sorted((_part(ranks, where, steps) for where in called), key=_weight)
@@ -255,7 +255,7 @@ def _weight(part: StepPart) -> tuple[float, float]:
     return (-part.waited_ns - part.hidden_ns - (part.device_ns or 0), -part.payload_bytes)
 
 
-def _part(ranks: Sequence[_Rank], where: _Where, steps: float) -> StepPart:
+def _part(ranks: Sequence[_RankSteps], where: _Where, steps: float) -> StepPart:
     taking_part = [rank for rank in ranks if where in rank.flights]
     found = [rank.part(where) for rank in taking_part]
     each = 1 / steps / len(taking_part)
@@ -278,7 +278,7 @@ def _item_size(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
-def _unknown(ranks: Sequence[_Rank], times: StepTimes) -> list[str]:
+def _unknown(ranks: Sequence[_RankSteps], times: StepTimes) -> list[str]:
     """Return what these records cannot tell, in sentences."""
     ops = [op for rank in ranks for op in rank.ops]
     devices = sorted({op.channel.device for op in ops} - {"cpu"})

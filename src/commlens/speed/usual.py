@@ -16,7 +16,7 @@ _KEPT: Final = 64  # durations of a place
 _PLACES_MAX: Final = 2000
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where a program issues a collective.
 
     The whole call path tells phases apart: what training, an evaluation and a checkpoint issue from
@@ -28,9 +28,9 @@ class Place(NamedTuple):
     stack: Stack
 
 
-def place_of(op: Collective) -> Place:
+def place_of(op: Collective) -> CallPlace:
     """Return the place of a collective."""
-    return Place(op.channel.key, op.op, op.stack)
+    return CallPlace(op.channel.key, op.op, op.stack)
 
 
 def is_of_first_step(op: Collective) -> bool:
@@ -113,7 +113,7 @@ class UsualWaits:
     """
 
     def __init__(self) -> None:
-        self._places: dict[Place, Durations] = {}
+        self._places: dict[CallPlace, Durations] = {}
         self._counted: dict[int, int] = {}  # by pid: index of the newest record that was counted
 
     def add_records(self, log: RankLog, now_s: float) -> None:
@@ -136,16 +136,16 @@ class UsualWaits:
         if log.collectives:
             self._counted[log.pid] = max(counted, log.collectives[-1].index)
 
-    def add(self, place: Place, seconds: float, now_s: float) -> None:
+    def add(self, place: CallPlace, seconds: float, now_s: float) -> None:
         """Add one wait that is over."""
         self._at(place, now_s).add(seconds, now_s)
 
-    def known(self, place: Place) -> Durations | None:
+    def known(self, place: CallPlace) -> Durations | None:
         """Return the durations of a place; None if too few collectives have completed there."""
         durations = self._places.get(place)
         return durations if durations is not None and durations.times >= KNOWN_AFTER else None
 
-    def _at(self, place: Place, now_s: float) -> Durations:
+    def _at(self, place: CallPlace, now_s: float) -> Durations:
         durations = self._places.get(place)
         if durations is None:
             if len(self._places) >= _PLACES_MAX:

@@ -23,7 +23,7 @@ from commlens.text import format_ranks
 _MANY = 1 << 62
 
 
-class _Numbers:
+class _SettableNumbers:
     """1, 2, 3, ... as a sequence: its iterator can be set back, unlike that of a range (from Python
     3.12 on).
     """
@@ -33,7 +33,7 @@ class _Numbers:
 
 def numbers() -> Callable[[], int]:
     """Return a counter that counts 1, 2, 3, ... and that threads may share."""
-    return iter(_Numbers()).__next__
+    return iter(_SettableNumbers()).__next__
 
 
 def give_back(numbers: Callable[[], int], number: int) -> bool:
@@ -49,7 +49,7 @@ def give_back(numbers: Callable[[], int], number: int) -> bool:
     return True
 
 
-def _number_of_backend(group: Group, device: str) -> Callable[[], int]:
+def _number_of_backend(group: LiveGroup, device: str) -> Callable[[], int]:
     """Return a function that reads the newest collective's number from the backend; -1 from a
     backend that does not count.
 
@@ -68,7 +68,7 @@ def _number_of_backend(group: Group, device: str) -> Callable[[], int]:
     return number
 
 
-class Channel:
+class LiveChannel:
     """One group on one device type, with its sequence numbers."""
 
     __slots__ = (
@@ -84,7 +84,7 @@ class Channel:
         "runs_ahead",
     )
 
-    def __init__(self, group: Group, device: str) -> None:
+    def __init__(self, group: LiveGroup, device: str) -> None:
         self.group = group
         self.device = device
         self.blob = 0  # position of its description in the side table
@@ -123,7 +123,7 @@ class Channel:
         }
 
 
-class Group:
+class LiveGroup:
     """A process group of this process.
 
     Of a group that the program made by hand, ``ranks`` is empty: nothing tells the global ranks.
@@ -155,13 +155,13 @@ class Group:
             self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None
         )
         self.mesh_dim = mesh_dims.get(self.name, None if mesh_dim == "default" else mesh_dim)
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, LiveChannel] = {}
 
-    def channel(self, device: str) -> Channel:
+    def channel(self, device: str) -> LiveChannel:
         """Return the group's channel for a device type."""
         found = self.channels.get(device)
         if found is None:
-            found = self.channels.setdefault(device, Channel(self, device))
+            found = self.channels.setdefault(device, LiveChannel(self, device))
         return found
 
     @property
@@ -227,7 +227,7 @@ def unique_name(process_group: Any) -> str:
     """Return a name that all ranks give this group and no other one; "" for the default group."""
     if process_group is c10d._world.default_pg:
         return ""
-    group = Group(process_group, 0, {})
+    group = LiveGroup(process_group, 0, {})
     return f"{group.description} ({group.name})" if group.description else group.name
 
 
@@ -259,13 +259,13 @@ class Groups:
     """The groups seen so far."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Group] = {}
-        self._by_id: dict[int, Group] = {}
+        self.by_name: dict[str, LiveGroup] = {}
+        self._by_id: dict[int, LiveGroup] = {}
         self._lock = threading.Lock()
         self.incarnation = -1  # the first default group makes it 0
         self.mesh_dims: dict[str, str] = {}
 
-    def find(self, process_group: Any) -> Group:
+    def find(self, process_group: Any) -> LiveGroup:
         """Return the group of a ProcessGroup object."""
         # The id may be a former group's. The weak reference shows whether the object is still the
         # same.
@@ -275,7 +275,7 @@ class Groups:
         with self._lock:
             group = self._by_id.get(id(process_group))
             if group is None or group.ref() is not process_group:
-                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
+                group = LiveGroup(process_group, max(self.incarnation, 0), self.mesh_dims)
                 self.by_name[group.name] = self._by_id[id(process_group)] = group
         return group
 
@@ -308,6 +308,6 @@ class Groups:
             for channel in group.channels.values():
                 self.renamed(channel)
 
-    def renamed(self, channel: Channel) -> None:
+    def renamed(self, channel: LiveChannel) -> None:
         """Describe a channel anew: its group got another name."""
         channel.blob = 0

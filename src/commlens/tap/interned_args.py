@@ -10,7 +10,7 @@ import torch
 from commlens.blackbox import layout as L
 from commlens.model.ops import GLOO_WAIT_ONLY, POINT_TO_POINT, wire_op
 from commlens.tap import tap
-from commlens.tap.groups import Channel, Group
+from commlens.tap.groups import LiveChannel, LiveGroup
 from commlens.tap.rejections import will_be_refused
 
 _ASKED_LIMIT = 10_000
@@ -51,7 +51,7 @@ class InternedArgs:
     def __init__(
         self,
         content: dict[str, Any],
-        channel: Channel,
+        channel: LiveChannel,
         peer: int = -1,
         tag: int = 0,
         flags: int = 0,
@@ -114,7 +114,7 @@ class ArgsTable:
     def __init__(self) -> None:
         self._table: dict[Any, InternedArgs] = {}
 
-    def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
+    def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> InternedArgs:
         """Return the interned arguments of a call of an op on a group."""
         asynchronous = (
             arguments[spec.asynchronous]
@@ -164,7 +164,7 @@ class ArgsTable:
         return args
 
 
-def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
+def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> InternedArgs:
     """Describe the arguments of a call of an op on a group, as a blob holds them."""
     asynchronous = _given(arguments, spec.asynchronous, spec.asynchronous_default)
     root, peer = _given(arguments, spec.root, None), _given(arguments, spec.peer, None)
@@ -200,7 +200,7 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
     return args
 
 
-def _is_outside(rank: Any, group: Group) -> bool:
+def _is_outside(rank: Any, group: LiveGroup) -> bool:
     """Return whether a rank within a group, if there is one, is none of the group's."""
     return rank is not None and not 0 <= int(rank) < group.size
 

@@ -1,7 +1,7 @@
 """One collective in flight, and the interface of the verifier.
 
 The recorder and the verifier are in rooms that do not import each other: the recorder hands its
-tokens to a :class:`Verifier`, and :mod:`commlens.launch.recording` connects the two.
+tokens to a :class:`CallVerifier`, and :mod:`commlens.launch.recording` connects the two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Token:
         self.thread = thread
 
 
-class Verifier(Protocol):
+class CallVerifier(Protocol):
     """The part of a verifier that the recorder and the watchdog thread call. Its methods raise only
     refusals.
     """

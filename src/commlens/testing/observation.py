@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from commlens.testing.observer_client import Answer, ObserverClient
+from commlens.testing.observer_client import ObserverAnswer, ObserverClient
 
 
-class Observation:
+class VerdictReports:
     """Adds verdicts to the reports of failed tests. An error of commlens is a warning, and the
     tests go on.
 
@@ -88,7 +88,7 @@ class Observation:
             return None
 
 
-def _add(item: pytest.Item, report: pytest.TestReport, answer: Answer) -> None:
+def _add(item: pytest.Item, report: pytest.TestReport, answer: ObserverAnswer) -> None:
     """Add the verdict as a section, as a property (JUnit XML), and in front of the message in the
     short summary.
     """

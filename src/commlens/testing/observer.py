@@ -114,7 +114,7 @@ class Job:
         )
 
 
-class Observer:
+class SuiteObserver:
     """Watches the jobs whose folders appear in ``box_dir``."""
 
     def __init__(self, box_dir: Path) -> None:
@@ -389,7 +389,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m commlens.testing.observer BOX_DIR", file=sys.stderr)
         return 2
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Observer(Path(argv[0])).run()
+    SuiteObserver(Path(argv[0])).run()
     return 0
 
 

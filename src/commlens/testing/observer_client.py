@@ -26,7 +26,7 @@ PREFIX: Final = "commlens-pytest-"
 _FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
 
-class Answer(NamedTuple):
+class ObserverAnswer(NamedTuple):
     """The observer's words on the test that runs; empty if it found nothing."""
 
     summary: str
@@ -105,12 +105,12 @@ class ObserverClient:
         """
         self._send({"limit": test, "seconds": seconds, "method": method})
 
-    def ask(self) -> Answer | None:
+    def ask(self) -> ObserverAnswer | None:
         """Return what is known of the jobs of the test that runs; None if the observer does not run
         or answer.
         """
         answer = self._request("ask")
-        return Answer(answer["summary"], answer["text"]) if answer is not None else None
+        return ObserverAnswer(answer["summary"], answer["text"]) if answer is not None else None
 
     @classmethod
     def look(cls) -> bool:

@@ -43,10 +43,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if not options.commlens:
         return
     from commlens.errors import CommlensError
-    from commlens.testing.observation import Observation
+    from commlens.testing.observation import VerdictReports
 
     try:
-        observation = Observation()
+        observation = VerdictReports()
     except (CommlensError, OSError) as error:
         raise pytest.UsageError(f"--commlens cannot record: {error}") from None
     early_config.pluginmanager.register(observation, "commlens-observation")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from commlens.model.trace import Phase, TraceData, TraceEvent
-from commlens.model.trace_changes import Change, Comparison
+from commlens.model.trace_changes import Change, TraceComparison
 from commlens.text import count, joined, number, size, two_sizes
 from commlens.traces import wording
 
@@ -23,7 +23,7 @@ _ROOT = "<model>"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ComparedFields:
     """The fields of a collective that the comparison considers."""
 
     op: str
@@ -62,11 +62,11 @@ _FEATURES: dict[str, str] = {
 Differences = dict[str, tuple[str, str]]
 """By the name of a feature: both values, in words."""
 
-Amounts = dict[Kind, Fraction]
+Amounts = dict[ComparedFields, Fraction]
 """Numbers of collectives by kind; fractions where they are averages per step."""
 
 
-def compare(before: TraceData, after: TraceData) -> Comparison:
+def compare(before: TraceData, after: TraceData) -> TraceComparison:
     """Compare two traces.
 
     If they cover different numbers of optimizer steps, compare the averages per step, and the setup
@@ -92,7 +92,7 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
     if before.world_size != after.world_size:
         sentence = f"the world size is {after.world_size} instead of {before.world_size}"
         changes.insert(0, Change(kind="world-size", sentence=sentence))
-    comparison = Comparison(
+    comparison = TraceComparison(
         per_step=per_step,
         calls_before=_plain(sum(old.values())),
         calls_after=_plain(sum(new.values())),
@@ -105,7 +105,7 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
     return comparison
 
 
-def answer(comparison: Comparison) -> str:
+def answer(comparison: TraceComparison) -> str:
     """Return the comparison in one sentence."""
     calls = (
         f"{count(comparison.calls_after, 'collective')}{' per step' if comparison.per_step else ''}"
@@ -188,7 +188,7 @@ def _amounts(data: TraceData, steps: int, root: str | None, *, setup: bool | Non
     return amounts
 
 
-def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
+def _kind(data: TraceData, event: TraceEvent, root: str | None) -> ComparedFields:
     group, cause, owner = data.group_of(event), event.cause, event.owner
 
     def path(text: str) -> str:
@@ -198,7 +198,7 @@ def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
             else text
         )
 
-    return Kind(
+    return ComparedFields(
         op=event.op,
         phase=event.phase,
         site=None if event.site is None else path(event.site),
@@ -231,7 +231,7 @@ def _plain(value: Fraction | int) -> float:
     return int(value) if Fraction(value).denominator == 1 else float(value)
 
 
-def _weight(amounts: Mapping[Kind, Fraction]) -> Fraction:
+def _weight(amounts: Mapping[ComparedFields, Fraction]) -> Fraction:
     return sum((kind.wire_bytes * amount for kind, amount in amounts.items()), Fraction())
 
 
@@ -247,7 +247,7 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
         for kind, amount in new.items()
         if amount > common.get(kind, 0)
     }
-    steps: list[tuple[str, Callable[[Kind], Hashable]]] = [
+    steps: list[tuple[str, Callable[[ComparedFields], Hashable]]] = [
         ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
         # to another group
         ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),
@@ -265,7 +265,7 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
         ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes)),
         ("replaced", lambda kind: (kind.phase, kind.site, kind.group)),
     ]
-    pairs: list[tuple[str, Kind, Kind, Fraction]] = []
+    pairs: list[tuple[str, ComparedFields, ComparedFields, Fraction]] = []
     for name, key in steps:
         pairs += [(name, *pair) for pair in _pair(gone, added, key)]
     changes = [_pair_change(name, group) for name, group in _similar_pairs(pairs)]
@@ -282,10 +282,10 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
 
 
 def _pair(
-    gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]
-) -> Iterable[tuple[Kind, Kind, Fraction]]:
+    gone: Amounts, added: Amounts, key: Callable[[ComparedFields], Hashable]
+) -> Iterable[tuple[ComparedFields, ComparedFields, Fraction]]:
     """Take pairs with the same key out of both, the most similar pairs first."""
-    candidates: dict[Hashable, list[Kind]] = defaultdict(list)
+    candidates: dict[Hashable, list[ComparedFields]] = defaultdict(list)
     for kind in added:
         candidates[key(kind)].append(kind)
     pairs = []
@@ -305,11 +305,13 @@ def _pair(
     return pairs
 
 
-def _distance(one: Kind, other: Kind) -> int:
-    return sum(getattr(one, name) != getattr(other, name) for name in Kind.__dataclass_fields__)
+def _distance(one: ComparedFields, other: ComparedFields) -> int:
+    return sum(
+        getattr(one, name) != getattr(other, name) for name in ComparedFields.__dataclass_fields__
+    )
 
 
-def _difference(one: Kind, other: Kind) -> Differences:
+def _difference(one: ComparedFields, other: ComparedFields) -> Differences:
     changed = {
         title: _shown(name, getattr(one, name), getattr(other, name))
         for name, title in _FEATURES.items()
@@ -334,7 +336,7 @@ def _shown(name: str, before: object, after: object) -> tuple[str, str]:
     return one, other
 
 
-def _without_numbers(kind: Kind) -> Kind:
+def _without_numbers(kind: ComparedFields) -> ComparedFields:
     return replace(
         kind,
         site=None if kind.site is None else wording.pattern(kind.site),
@@ -342,11 +344,11 @@ def _without_numbers(kind: Kind) -> Kind:
     )
 
 
-Pair = tuple[Kind, Kind, Fraction]
+Pair = tuple[ComparedFields, ComparedFields, Fraction]
 
 
 def _similar_pairs(
-    pairs: list[tuple[str, Kind, Kind, Fraction]],
+    pairs: list[tuple[str, ComparedFields, ComparedFields, Fraction]],
 ) -> Iterable[tuple[str, list[Pair]]]:
     groups: dict[Hashable, list[Pair]] = {}
     for name, one, other, amount in pairs:
@@ -361,11 +363,11 @@ def _similar_pairs(
     return [(key[0], group) for key, group in groups.items()]  # type: ignore[index]
 
 
-def _similar(amounts: Amounts) -> list[dict[Kind, Fraction]]:
+def _similar(amounts: Amounts) -> list[dict[ComparedFields, Fraction]]:
     """Group by op, place and group, regardless of size. Modules that differ only in a number are
     grouped.
     """
-    groups: dict[Hashable, dict[Kind, Fraction]] = {}
+    groups: dict[Hashable, dict[ComparedFields, Fraction]] = {}
     for kind, amount in amounts.items():
         key = (
             kind.op,
@@ -377,7 +379,7 @@ def _similar(amounts: Amounts) -> list[dict[Kind, Fraction]]:
     return list(groups.values())
 
 
-def _site(kinds: Iterable[Kind]) -> tuple[str | None, int]:
+def _site(kinds: Iterable[ComparedFields]) -> tuple[str | None, int]:
     sites = sorted({kind.site for kind in kinds if kind.site is not None}, key=wording.natural)
     return (wording.fold(sites) or None), max(1, len(sites))
 
@@ -452,7 +454,9 @@ def _features(changed: Differences) -> str:
     )
 
 
-def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: Amounts) -> Change:
+def _alone_change(
+    kind: str, group: Mapping[ComparedFields, Fraction], old: Amounts, new: Amounts
+) -> Change:
     """Describe new or missing collectives; if the same op remains in the same place, only its
     number changed.
     """
@@ -501,7 +505,7 @@ def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: 
     )
 
 
-def _purpose(group: Iterable[Kind]) -> str:
+def _purpose(group: Iterable[ComparedFields]) -> str:
     causes = {kind.placements for kind in group if kind.placements}
     owners = {wording.pattern(kind.owner) for kind in group if kind.owner}
     if len(causes) == 1:

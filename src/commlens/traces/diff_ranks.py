@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from commlens.model.trace_changes import Change, Comparison
+from commlens.model.trace_changes import Change, TraceComparison
 from commlens.reports import trace_page
 from commlens.text import count, ranks_phrase
 from commlens.traces.diff import answer, compare
@@ -14,7 +14,7 @@ from commlens.traces.ranks import RankTraces
 from commlens.traces.time_changes import add_times
 
 
-def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
+def compare_ranks(before: RankTraces, after: RankTraces) -> TraceComparison:
     """Compare two runs. A change that several ranks share is reported once.
 
     Two single traces are compared even if their ranks differ. Otherwise, ranks traced in only one
@@ -40,9 +40,9 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
     return comparison
 
 
-def _together(by_rank: Mapping[int, Comparison]) -> Comparison:
+def _together(by_rank: Mapping[int, TraceComparison]) -> TraceComparison:
     """Add up the comparisons of several ranks; what only some of them have names them."""
-    comparison = Comparison()
+    comparison = TraceComparison()
     changes: dict[tuple[str, str], Change] = {}
     notes: dict[str, list[int]] = {}
     for rank, one in by_rank.items():
@@ -67,7 +67,7 @@ def _together(by_rank: Mapping[int, Comparison]) -> Comparison:
 
 
 def compare_page(
-    before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]
+    before: RankTraces, after: RankTraces, comparison: TraceComparison, *, names: tuple[str, str]
 ) -> bytes:
     """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or
     the first, side by side.

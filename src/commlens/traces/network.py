@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from commlens.errors import CommandError
-from commlens.model.network import US, Estimate, Network, Part, Setup
+from commlens.model.network import US, Estimate, Network, Part, SetupEstimate
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import TraceData
 from commlens.traces.wording import label
@@ -114,7 +114,7 @@ def estimate(data: TraceData, network: Network | str) -> Estimate:
     """Estimate the time of every collective of a trace on a network, or on a preset."""
     net = preset(network) if isinstance(network, str) else network
     parts: dict[tuple[str, int, int], Part] = {}
-    setup = Setup()
+    setup = SetupEstimate()
     for event in data.events:
         group = data.group_of(event)
         nodes = nodes_of(group.ranks, net)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from commlens.model.trace import TraceData
-from commlens.model.trace_changes import Comparison, TimeChange
+from commlens.model.trace_changes import TimeChange, TraceComparison
 from commlens.text import count, joined, short_duration
 from commlens.traces import wording
 from commlens.traces.times import step_times, time_of, whole_steps
@@ -29,7 +29,7 @@ Figures = dict[str, list[float]]
 
 
 def add_times(
-    comparison: Comparison, before: Sequence[TraceData], after: Sequence[TraceData]
+    comparison: TraceComparison, before: Sequence[TraceData], after: Sequence[TraceData]
 ) -> None:
     """Add to a comparison whether time moved. Each side has one trace for each rank."""
     old, new = _figures(before), _figures(after)

@@ -16,7 +16,7 @@ from commlens.traces.rows import rows
 
 if TYPE_CHECKING:
     from commlens.model.network import Network
-    from commlens.model.trace_changes import Comparison
+    from commlens.model.trace_changes import TraceComparison
     from commlens.model.trace_summary import Summary
     from commlens.reports.trace_notebook import Framed
 
@@ -249,7 +249,7 @@ class Trace:
 
         return Trace(read_trace(Path(path)))
 
-    def compare(self, other: Trace) -> Comparison:
+    def compare(self, other: Trace) -> TraceComparison:
         """Return how ``other`` differs from this trace; false if nothing changed."""
         from commlens.traces.diff import compare
         from commlens.traces.time_changes import add_times

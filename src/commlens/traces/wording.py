@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from commlens.model.collective import Frame, ProcessGroup
-from commlens.model.trace import Cause, Phase, TraceEvent
+from commlens.model.trace import Phase, Redistribution, TraceEvent
 from commlens.text import format_ranks, group_label, size
 
 
@@ -77,7 +77,7 @@ def short_op(name: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] in ("aten", "prims") else name
 
 
-def cause_words(cause: Cause) -> str:
+def cause_words(cause: Redistribution) -> str:
     """Return ``"DTensor Partial(sum) -> Replicate(), to run addmm (implicit)"``."""
     change = f"{placements(cause.before)} -> {placements(cause.after)}"
     needed = f", to run {short_op(cause.op)}" if cause.op else ""

@@ -54,7 +54,7 @@ _NOWHERE = -2
 _SPECS_LIMIT = 1_000
 
 
-class Layout(NamedTuple):
+class ArgumentLayout(NamedTuple):
     """The shapes, placements and mesh of an op's DTensor arguments."""
 
     shapes: tuple[Any, ...]  # torch.Size each
@@ -68,11 +68,11 @@ class OpRecord(NamedTuple):
     op: Any  # OpOverload
     phase: Phase | None
     site: str | None
-    layout: Layout | None  # DTensor ops only
+    layout: ArgumentLayout | None  # DTensor ops only
     shapes: tuple[Any, ...]  # of plain tensor arguments
 
 
-class _Op:
+class _OpSchema:
     """What an op's schema says about it."""
 
     __slots__ = ("communicates", "is_tensor_op", "op", "packet", "run")
@@ -96,10 +96,10 @@ class _Op:
         )
 
 
-_known: dict[int, _Op] = {}
+_known: dict[int, _OpSchema] = {}
 
 
-class _Here:
+class _ThreadPlace:
     """A thread's state and its last known place: consecutive ops mostly run in one place."""
 
     __slots__ = ("call", "issued", "number", "optimizers", "optimizing_in", "place", "recomputing")
@@ -119,7 +119,7 @@ class _Here:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         # one object, since looking up each attribute of a thread-local one is slow
-        self.here = _Here()
+        self.here = _ThreadPlace()
 
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,7 +129,7 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
         return NotImplemented  # the wait comes here next, then the op again
     kind = _known.get(id(func))
     if kind is None:
-        kind = _known[id(func)] = _Op(func)
+        kind = _known[id(func)] = _OpSchema(func)
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
     result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
@@ -174,9 +174,9 @@ class OpsMode(EagerMode):
         self._settled: list[OpRecord] = []
         self._after = array("q")  # per record, the sequence number of the last collective before it
         self._records: dict[Any, OpRecord] = {}
-        self._layouts: dict[Any, Layout] = {}
+        self._layouts: dict[Any, ArgumentLayout] = {}
         # by ids, with the specs, which stay alive so
-        self._layouts_of_specs: dict[tuple[int, ...], tuple[Layout, Any]] = {}
+        self._layouts_of_specs: dict[tuple[int, ...], tuple[ArgumentLayout, Any]] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
         self._sequence = 0
         self._thread = _ThreadState()
@@ -254,7 +254,7 @@ class OpsMode(EagerMode):
             self._fresh += (func, self._place(), _specs(args), (), self._sequence)
         return NotImplemented
 
-    def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
+    def _run_collective(self, kind: _OpSchema, args: Any, kwargs: Any) -> Any:
         scope, thread = functional_scope, self._thread.here
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
@@ -357,7 +357,7 @@ class OpsMode(EagerMode):
                 self._after.append(after)
             del self._fresh[:count]
 
-    def _layout_of(self, specs: tuple[Any, ...]) -> Layout:
+    def _layout_of(self, specs: tuple[Any, ...]) -> ArgumentLayout:
         """Return the layout of an op's DTensors, whose specs are mostly known."""
         key = tuple([id(spec) for spec in specs])
         known = self._layouts_of_specs.get(key)
@@ -367,7 +367,7 @@ class OpsMode(EagerMode):
             known = self._layouts_of_specs[key] = (self._layout(specs), specs)
         return known[0]
 
-    def _layout(self, specs: tuple[Any, ...]) -> Layout:
+    def _layout(self, specs: tuple[Any, ...]) -> ArgumentLayout:
         shapes = tuple(getattr(spec.tensor_meta, "shape", torch.Size()) for spec in specs)
         placements = tuple(spec.placements for spec in specs)
         mesh = specs[-1].mesh if specs else None
@@ -378,7 +378,7 @@ class OpsMode(EagerMode):
         ):
             if mesh is not None:
                 self._meshes[id(mesh)] = (mesh, str(mesh))
-            layout = self._layouts[key] = Layout(
+            layout = self._layouts[key] = ArgumentLayout(
                 shapes, placements, str(mesh) if mesh is not None else ""
             )
         return layout
@@ -400,7 +400,7 @@ def _specs(args: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _printed(layout: Layout, known: dict[int, str]) -> tuple[str, ...]:
+def _printed(layout: ArgumentLayout, known: dict[int, str]) -> tuple[str, ...]:
     for placements in layout.placements:
         if id(placements) not in known:
             known[id(placements)] = str(placements)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from commlens.model.trace import Cause, Owner, Phase
+from commlens.model.trace import Owner, Phase, Redistribution
 from commlens.tap.interned_args import InternedArgs
 from commlens.tracing.attribution.module_calls import ModuleCall
 from commlens.tracing.attribution.stacks import StackInfo
@@ -22,7 +22,7 @@ class RawEvent:
     path: str | None
     microbatch: int | None
     owner: Owner | None
-    cause: Cause | None
+    cause: Redistribution | None
     functional: Any
     reduce_op: Any
     sequence: int

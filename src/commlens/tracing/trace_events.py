@@ -16,7 +16,7 @@ from commlens.model.ops import BARRIERS, IN_PLACE, POINT_TO_POINT
 from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
 from commlens.tap import torch_offers
-from commlens.tap.groups import Group, Groups, named_dims
+from commlens.tap.groups import Groups, LiveGroup, named_dims
 from commlens.tap.interned_args import reduce_op_name
 from commlens.tracing.attribution.op_names import counted_packet
 from commlens.tracing.raw_event import RawEvent
@@ -29,7 +29,7 @@ class TraceEvents:
         self.groups: list[ProcessGroup] = []
         self.on_accelerator = False  # whether any group is
         self._started_ns = started_ns
-        self._indices: dict[tuple[Group, str], int] = {}
+        self._indices: dict[tuple[LiveGroup, str], int] = {}
 
     def convert(self, raw: RawEvent) -> TraceEvent:
         """Return the trace's event for a raw one."""
@@ -70,7 +70,7 @@ class TraceEvents:
             wait_ended_ns=self._since_start(raw.wait_ended_ns),
         )
 
-    def add(self, group: Group) -> None:
+    def add(self, group: LiveGroup) -> None:
         """Add a group on which nothing was issued, so that its name is known."""
         if all(group is not other for other, _ in self._indices):
             self._group_index(group, "cpu")
@@ -78,7 +78,7 @@ class TraceEvents:
     def _since_start(self, moment: int) -> int:
         return max(1, moment - self._started_ns) if moment else 0
 
-    def _group_index(self, group: Group, device: str) -> int:
+    def _group_index(self, group: LiveGroup, device: str) -> int:
         index = self._indices.get((group, device))
         if index is None:
             index = self._indices[group, device] = len(self.groups)
@@ -164,7 +164,7 @@ def name_mesh_dims(groups: Groups) -> None:
                     groups.name_mesh_dim(group_name, dim)
 
 
-def _uses(mesh: Any, group: Group) -> bool:
+def _uses(mesh: Any, group: LiveGroup) -> bool:
     """Check that a mesh uses this very group, not an earlier one of the same name."""
     registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
     registered = registry.get(group.name)

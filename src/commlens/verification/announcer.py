@@ -12,7 +12,7 @@ from commlens.blackbox import layout as L
 from commlens.boards import board as B
 from commlens.boards.board import Board
 from commlens.model.ops import POINT_TO_POINT
-from commlens.tap.groups import Channel, Group
+from commlens.tap.groups import LiveChannel, LiveGroup
 from commlens.tap.interned_args import InternedArgs
 from commlens.tap.token import Token
 from commlens.text import ranks_phrase
@@ -58,7 +58,7 @@ class Announcer:
         # with the object whose id is in the key, to keep it alive
         self._blobs: dict[Any, tuple[Any, int]] = {}
         self._threads: set[int] = set()
-        self._from_any_source: set[tuple[Channel, int]] = set()
+        self._from_any_source: set[tuple[LiveChannel, int]] = set()
         self._native_peers: set[int] = set()  # ranks whose boards the exchange has
 
     def announce(
@@ -101,7 +101,7 @@ class Announcer:
     def announce_call(
         self,
         name: str,
-        group: Group,
+        group: LiveGroup,
         number: int,
         leaves: Any,
         thread: int,
@@ -234,7 +234,9 @@ class Announcer:
         """Return the channels that this rank has used."""
         return [channel for channel in list(self._channels.values()) if channel.slot]
 
-    def _new_channel(self, channel: Channel, args: InternedArgs, identity: Any) -> VerifiedChannel:
+    def _new_channel(
+        self, channel: LiveChannel, args: InternedArgs, identity: Any
+    ) -> VerifiedChannel:
         group = channel.group
         parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)
         members = group.ranks
@@ -261,7 +263,7 @@ class Announcer:
         self._peers.warn_about(members, peers)
         return VerifiedChannel(group, key, slot, members, peers, family)
 
-    def _call_channel(self, name: str, group: Group) -> VerifiedChannel:
+    def _call_channel(self, name: str, group: LiveGroup) -> VerifiedChannel:
         """Return the channel for function calls of a group, which all functions share."""
         found = self._channels.get(group)
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commlens.tap.groups import Group
+from commlens.tap.groups import LiveGroup
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import DEFAULT_LABELS
 
@@ -30,7 +30,7 @@ class VerifiedChannel:
 
     def __init__(
         self,
-        group: Group,
+        group: LiveGroup,
         key: int,
         slot: int,
         members: tuple[int, ...],
@@ -92,7 +92,7 @@ class Pending:
         self.absent: list[int] = channel.peers
 
 
-def group_label(group: Group) -> str:
+def group_label(group: LiveGroup) -> str:
     """Return what a group is called in messages, the same as in verdicts: ``"dp"``; empty for the
     default group.
     """

@@ -92,14 +92,14 @@ def group_name(label: str | None) -> str:
     return f"group {label}" if label else "the default group"
 
 
-class Refused(NamedTuple):
+class WordedRefusal(NamedTuple):
     """What is refused, as data, and the message."""
 
     refusal: Refusal
     text: str
 
 
-def mismatch(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> Refused:
+def mismatch(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> WordedRefusal:
     """Return the refusal of a collective in which ranks disagree.
 
     Args:
@@ -117,7 +117,7 @@ def mismatch(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> Refused
     )
 
 
-def leaves(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> Refused:
+def leaves(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> WordedRefusal:
     """Return the refusal of a call to which ranks pass different arguments.
 
     Args:
@@ -140,7 +140,7 @@ def leaves(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> R
     return _mismatch(answer.aspect, subject, rows, list(itertools.chain(*tables)), lines)
 
 
-def tags(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> Refused:
+def tags(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> WordedRefusal:
     """Return the refusal of a receive whose sender has only sent a message with another tag.
 
     Args:
@@ -174,7 +174,7 @@ def _mismatch(
     table: Sequence[RefusedRow],
     lines: Sequence[str],
     why: str = "",
-) -> Refused:
+) -> WordedRefusal:
     known = _MISMATCHES.get(aspect)
     refusal = Refusal(
         f"mismatch/{aspect}",
@@ -188,9 +188,9 @@ def _mismatch(
     return _refused(refusal, why, *lines)
 
 
-def _refused(refusal: Refusal, why: str, *lines: str) -> Refused:
+def _refused(refusal: Refusal, why: str, *lines: str) -> WordedRefusal:
     operation = [f"Operation: {refusal.operation}"] if refusal.operation else []
-    return Refused(
+    return WordedRefusal(
         refusal, "\n".join([f"Cannot apply desired operation{why}.", "", *operation, *lines])
     )
 
@@ -202,7 +202,7 @@ def absence(
     absent: Mapping[int, str],
     waited_s: float,
     behind: Sequence[CycleStep] = (),
-) -> Refused:
+) -> WordedRefusal:
     """Return the refusal of a collective in which ranks do not arrive.
 
     Args:
@@ -229,7 +229,7 @@ def absence(
     return _refused(refusal, f": {refusal.reason}", "Ranks:", *table, *held_up)
 
 
-def no_such_peer(subject: Subject, row: Row) -> Refused:
+def no_such_peer(subject: Subject, row: Row) -> WordedRefusal:
     """Return the refusal of a message to or from a rank that does not exist."""
     does = "sends to" if row.args is not None and row.args.op == "send" else "receives from"
     refusal = Refusal(
@@ -246,7 +246,7 @@ def no_such_peer(subject: Subject, row: Row) -> Refused:
     return _refused(refusal, f": {refusal.reason}", "Messages:", *table)
 
 
-def cycle(steps: Sequence[CycleStep]) -> Refused:
+def cycle(steps: Sequence[CycleStep]) -> WordedRefusal:
     """Return the refusal of the collectives in which ranks wait for each other in a cycle."""
     waits = (
         RefusedWait(step.rank, step.collective, tuple(step.absent), step.where) for step in steps

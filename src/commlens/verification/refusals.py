@@ -14,7 +14,7 @@ from commlens.boards.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.model.refusal import Refusal
 from commlens.verification.channels import Pending
-from commlens.verification.messages import Refused
+from commlens.verification.messages import WordedRefusal
 
 # the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
 _ON_ALL_NODES_S: Final = 10.0
@@ -98,7 +98,7 @@ class Refusals:
     def post(
         self,
         pending: Pending,
-        refused: Refused,
+        refused: WordedRefusal,
         *,
         about: tuple[int, int] | None = None,
         ranks: Iterable[int] = (),

@@ -20,7 +20,7 @@ channel.
 _SITES: Final = 10_000
 
 
-class Sampler:
+class CallSampler:
     """Chooses every 16th collective of each channel, and the first with the same arguments from the
     same place in the program.
     """

@@ -36,7 +36,7 @@ from commlens.matching.error_texts import is_peer_error
 from commlens.model.collective import Collective
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.cuda_graphs import is_capturing
-from commlens.tap.groups import Group
+from commlens.tap.groups import LiveGroup
 from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
@@ -48,7 +48,7 @@ from commlens.verification.messages import Subject, no_such_peer
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import ALL_RENDEZVOUS, Rendezvous
-from commlens.verification.sampling import EVERY, Sampler
+from commlens.verification.sampling import EVERY, CallSampler
 from commlens.verification.waiting import Waiting
 
 log = logging.getLogger("commlens")
@@ -125,7 +125,7 @@ class Verifier:
         self._boards_seen = 0
         self._off = False
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
-        self._sampler = Sampler() if sample and active else None
+        self._sampler = CallSampler() if sample and active else None
         self._board.set_word(B.COUNTS_FROM, counts_from)
         steady = active and not together
         self._board.set_word(B.STEADY, int(steady))
@@ -236,7 +236,7 @@ class Verifier:
     def before_call(
         self,
         name: str,
-        group: Group,
+        group: LiveGroup,
         number: int,
         describe: Callable[[], Any],
         frame: FrameType | None,
@@ -445,7 +445,7 @@ class Verifier:
         """
         return self._rendezvous.meet()
 
-    def all_verify(self, group: Group) -> bool:
+    def all_verify(self, group: LiveGroup) -> bool:
         """Return whether all ranks of a group are on this node and verify from their first
         collective to the last.
 

@@ -28,7 +28,7 @@ _ROUNDS_MAX: Final = 4  # in which the waits are followed from node to node
 _UNKNOWN_MAX: Final = 16  # nodes of whose ranks the states are not known
 
 
-class Nodes(Protocol):
+class AskableNodes(Protocol):
     """The other nodes of a job, which can be asked."""
 
     @property
@@ -60,7 +60,7 @@ class FewRanks(NamedTuple):
 
 
 def few_ranks(
-    nodes: Nodes, own: States, read_here: Callable[[], Sequence[RankLog]]
+    nodes: AskableNodes, own: States, read_here: Callable[[], Sequence[RankLog]]
 ) -> FewRanks | None:
     """Ask the other nodes for the states of their ranks, and some of them for evidence.
 
@@ -111,7 +111,7 @@ def _alike(classes: Iterable[frozenset[int]], logs: Iterable[RankLog]) -> AlikeR
     return AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
 
 
-def _ask(nodes: Nodes, slots: set[int]) -> tuple[dict[int, NodeEvidence], list[Beat]]:
+def _ask(nodes: AskableNodes, slots: set[int]) -> tuple[dict[int, NodeEvidence], list[Beat]]:
     if not slots:
         return {}, []
     ranks = sum(len(beat.ranks) for beat in nodes.others if beat.slot in slots)

@@ -45,7 +45,7 @@ class Member:
     here: bool = True  # visible from here: same host, same pid namespace
     box: OpenBox | None = None
     status: BoxStatus | None = None
-    ending: process.Ending | None = None  # once it has ended
+    ending: process.ProcessEnding | None = None  # once it has ended
     ended_ns: int = 0  # Unix ns at which its end was noticed
     unreadable: str | None = None  # why its box cannot be read
     local_size: int = 0  # number of ranks on this node, from the launcher; 0: unknown
@@ -232,7 +232,7 @@ class Roster:
             self._poll.register(member.handle.fileno, select.POLLIN)
         return member
 
-    def adopt_ended(self, worker: RankProcess, ending: process.Ending) -> Member:
+    def adopt_ended(self, worker: RankProcess, ending: process.ProcessEnding) -> Member:
         """Add a process of the newest generation that ended before it was seen."""
         member = Member.of(worker, process.Handle.invisible(worker.pid))
         member.ending, member.ended_ns, member.generation = ending, time.time_ns(), self.generation

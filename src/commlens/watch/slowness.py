@@ -24,7 +24,7 @@ from commlens.speed.pace import (
     Judgement,
     Pace,
     Sample,
-    Slow,
+    SlowRanks,
     condensed,
     find_slow_ranks,
     judge,
@@ -86,7 +86,7 @@ class Slowness:
         self._condensed: list[Sample] = []
         # on the ranks of all nodes; None: this node judges its own
         self._judgement: Judgement | None = None
-        self._slow: Slow | None = None  # the ranks that this node explained or explains now
+        self._slow: SlowRanks | None = None  # the ranks that this node explained or explains now
         self._awaited = 0  # samples since this node told the others enough and nobody has judged
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
@@ -220,7 +220,7 @@ class Slowness:
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
 
-    def _begin_profiles(self, ranks: Sequence[Member], slow: Slow) -> None:
+    def _begin_profiles(self, ranks: Sequence[Member], slow: SlowRanks) -> None:
         """Profile a slow rank and another one, and observe all."""
         box = ranks[0].box
         classify = box.classifier() if box is not None else lambda _: FrameKind.USER
@@ -238,7 +238,7 @@ class Slowness:
             self._observer.add(member.pid, member.start_ticks)
         sample(ranks, self._observer)
 
-    def _slow_ranks(self, here: Collection[int]) -> Slow | None:
+    def _slow_ranks(self, here: Collection[int]) -> SlowRanks | None:
         """Return the slow ranks that this node explains, if any.
 
         Args:

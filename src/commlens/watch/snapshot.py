@@ -12,7 +12,7 @@ from commlens.blackbox import rank_claims
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
-from commlens.processes.process import Ending
+from commlens.processes.process import ProcessEnding
 from commlens.processes.store_address import look_at_store
 from commlens.watch.roster import Member, Roster
 from commlens.watch.strangers import meeting_address, why_unrecorded
@@ -143,7 +143,7 @@ def observe(
         roster.wait(0)
         roster.poll()
         for member in roster.take_ended():
-            observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)
+            observer.ended(member.pid, member.ending or ProcessEnding(), clean=member.said_goodbye)
         sample(roster.current(), observer)
         left = end - time.monotonic()
         if left <= 0:

@@ -90,7 +90,7 @@ def timeout_lead_s(timeout_s: float) -> float:
     return min(TIMEOUT_LEAD_MAX_S, max(0.1 * timeout_s, min(TIMEOUT_LEAD_MIN_S, 0.25 * timeout_s)))
 
 
-class Wait(NamedTuple):
+class OpenWait(NamedTuple):
     """The oldest operation that a rank has not finished."""
 
     since_ns: int  # CLOCK_MONOTONIC
@@ -102,9 +102,9 @@ class Wait(NamedTuple):
     limit_s: float = 0.0  # learned from the job: a longer wait is looked at; 0: unknown
 
 
-def waits(members: Sequence[Member]) -> list[Wait]:
+def waits(members: Sequence[Member]) -> list[OpenWait]:
     """Return what each living rank is waiting in, or seems to be."""
-    found: list[Wait] = []
+    found: list[OpenWait] = []
     timeouts = sorted(member.status.timeout_s for member in members if member.status is not None)
     usual_s = timeouts[len(timeouts) // 2] if timeouts else 0.0  # one may be damaged
     for member in members:
@@ -116,7 +116,7 @@ def waits(members: Sequence[Member]) -> list[Wait]:
             own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
             expires_ns = status.expires_mono_ns or status.oldest_mono_ns + int(own_s * 1e9)
             found.append(
-                Wait(
+                OpenWait(
                     status.oldest_mono_ns,
                     member.pid,
                     "collective",
@@ -126,11 +126,11 @@ def waits(members: Sequence[Member]) -> list[Wait]:
                 )
             )
         elif status.in_setup:
-            found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
+            found.append(OpenWait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
             # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis
             # recognises them by the stack.
-            found.append(Wait(status.main_stack_since_mono_ns, member.pid, "stack"))
+            found.append(OpenWait(status.main_stack_since_mono_ns, member.pid, "stack"))
     return found
 
 
@@ -390,7 +390,7 @@ class StallDetector:
             else SLOW_SAMPLE_S
         )
 
-    def take_ended(self, waiting: Sequence[Wait], now_ns: int) -> Stall | None:
+    def take_ended(self, waiting: Sequence[OpenWait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
         stall = self.stall
         if (
@@ -405,7 +405,7 @@ class StallDetector:
     def update(
         self,
         members: Sequence[Member],
-        waiting: Sequence[Wait],
+        waiting: Sequence[OpenWait],
         now_ns: int,
         *,
         looks_early: bool = True,
@@ -448,7 +448,7 @@ class StallDetector:
         )
 
     def _limits(
-        self, waiting: Sequence[Wait], now_ns: int, patience: float, *, is_first: bool
+        self, waiting: Sequence[OpenWait], now_ns: int, patience: float, *, is_first: bool
     ) -> list[_Limit]:
         """Return how long waits last and may last before they are looked at, as far as that is
         sooner than the stall timeout.
@@ -475,7 +475,7 @@ class StallDetector:
                 found.append(_Limit(waited_s, limit_s, is_learned))
         return found
 
-    def _expiring_timeout_s(self, waiting: Sequence[Wait], now_ns: int) -> float:
+    def _expiring_timeout_s(self, waiting: Sequence[OpenWait], now_ns: int) -> float:
         """Return a process group's timeout that is about to expire, once for each collective;
         otherwise 0.
         """

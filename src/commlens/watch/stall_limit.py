@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 from commlens.config import AUTO, Settings
 from commlens.errors import FormatError
 from commlens.model.ranklog import RankLog, UsualWait
-from commlens.speed.usual import Place, UsualWaits, is_of_first_step, place_of
+from commlens.speed.usual import CallPlace, UsualWaits, is_of_first_step, place_of
 from commlens.watch.roster import Member
-from commlens.watch.stall import Wait
+from commlens.watch.stall import OpenWait
 
 log = logging.getLogger("commlens")
 
@@ -32,7 +32,7 @@ class _Waiting(NamedTuple):
 
     number: int  # its index
     since_ns: int  # CLOCK_MONOTONIC
-    place: Place | None  # None: it could not be read
+    place: CallPlace | None  # None: it could not be read
 
 
 class StallLimit:
@@ -109,7 +109,7 @@ class StallLimit:
             return None
         return self._usual_at(waiting.place)
 
-    def applied(self, waiting: Iterable[Wait]) -> list[Wait]:
+    def applied(self, waiting: Iterable[OpenWait]) -> list[OpenWait]:
         """Return the waits with their limits, as far as these are known."""
         return [
             wait._replace(limit_s=usual.limit_s)
@@ -118,7 +118,7 @@ class StallLimit:
             for wait in waiting
         ]
 
-    def _usual_at(self, place: Place) -> UsualWait | None:
+    def _usual_at(self, place: CallPlace) -> UsualWait | None:
         durations = self._usual.known(place)
         if durations is None:
             return None
@@ -130,7 +130,7 @@ class StallLimit:
             round(max(FLOOR_S, FACTOR * longest_s), 1),
         )
 
-    def _read_place(self, member: Member) -> Place | None:
+    def _read_place(self, member: Member) -> CallPlace | None:
         """Return the place where a rank waits, and count the records before it. None if the place
         is unknown, or in the first step, of which nothing is learned.
         """

@@ -79,7 +79,7 @@ class Strangers:
         return unrecorded_lines(self._roster.current()) if self._said else []
 
 
-class Meeting(NamedTuple):
+class JobMeeting(NamedTuple):
     """Where the ranks of a job meet, and how many they are."""
 
     host: str
@@ -90,7 +90,7 @@ class Meeting(NamedTuple):
     node: tuple[str, ...] = ("", "", "", "")
 
 
-def meeting_of(members: Sequence[Member]) -> Meeting | None:
+def meeting_of(members: Sequence[Member]) -> JobMeeting | None:
     """Return where the ranks meet, from a rank's note on init_process_group, else from its
     environment; None if unknown.
     """
@@ -106,7 +106,7 @@ def meeting_of(members: Sequence[Member]) -> Meeting | None:
             host, port = place or (host, port)
         size = launchers.number(environ, [launchers.LOCAL_WORLD_SIZE], 0)
         if port and member.world_size:
-            return Meeting(host, port, member.world_size, size, _node(environ))
+            return JobMeeting(host, port, member.world_size, size, _node(environ))
     return None
 
 
@@ -121,7 +121,7 @@ def meeting_address(op: Collective) -> tuple[str, str] | None:
     return host, port
 
 
-def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> list[RankProcess]:
+def find_strangers(meeting: JobMeeting, known: Collection[int], restart: int) -> list[RankProcess]:
     """Return the processes of this user and node that their environment makes ranks of the job,
     without the ranks that are known.
     """
@@ -136,7 +136,7 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
     return one_of_each(found)
 
 
-def _is_of_job(environ: Mapping[str, str], meeting: Meeting) -> bool:
+def _is_of_job(environ: Mapping[str, str], meeting: JobMeeting) -> bool:
     """Return whether a process with this environment is in the job that meets there, and on this
     node of it.
     """

@@ -60,9 +60,9 @@ from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
 from commlens.watch.stall import (
     Check,
+    OpenWait,
     Stall,
     StallDetector,
-    Wait,
     end_of_wait,
     waits,
     waits_recorded,
@@ -387,7 +387,7 @@ class Watcher:
         for member in ended:
             self._observer.ended(
                 member.pid,
-                member.ending or process.Ending(),
+                member.ending or process.ProcessEnding(),
                 clean=member.said_goodbye,
                 at_ns=member.ended_ns,
             )
@@ -515,7 +515,7 @@ class Watcher:
             self._check(stall, check)
 
     def _tell_end_of_wait(
-        self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int
+        self, members: Sequence[Member], waiting: Sequence[OpenWait], now_ns: int
     ) -> None:
         """Print how a reported wait ended, unless the ranks may be ending."""
         ended = self._stalls.take_ended(waiting, now_ns)
@@ -661,13 +661,13 @@ class Watcher:
         restart = max((member.restart for member in self._roster.current()), default=0)
         for rank, (pid, exit_code) in sorted(self._failures.items()):
             ending = (
-                process.Ending(exit_code=exit_code)
+                process.ProcessEnding(exit_code=exit_code)
                 if exit_code >= 0
-                else process.Ending(signal=signal_name(-exit_code))
+                else process.ProcessEnding(signal=signal_name(-exit_code))
             )
             member = self._roster.find(pid, 0)
             if member is not None:
-                if member.ending == process.Ending():
+                if member.ending == process.ProcessEnding():
                     member.ending = ending
                 continue
             member = self._roster.adopt_ended(RankProcess(rank, pid, 0, restart=restart), ending)

@@ -10,7 +10,7 @@ import pytest
 from commlens.blackbox import job_dirs
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import job_box
-from commlens.capture.rank_environment import Place
+from commlens.capture.rank_environment import PlaceInJob
 from commlens.dumps.folder import discard
 
 
@@ -32,7 +32,7 @@ def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
             about=machine,
         )
         launched.append(path)
-    place = Place(1, 2, "file:///tmp/meeting")
+    place = PlaceInJob(1, 2, "file:///tmp/meeting")
     monkeypatch.setattr(job_box, "_ancestor", lambda _: (launched[0], job_dirs.owner(launched[0])))
     monkeypatch.setattr("sys.argv", ["/home/me/train.py"])
     assert job_box.twin_of(None, place) == "", "alone"  # type: ignore[arg-type]
@@ -53,6 +53,6 @@ def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
         f"and process {other}, which rank 1 (pid {other}) started" in said
         and "start train.py without the launcher" in said
     )
-    assert job_box.twin_of(None, Place(0, 2, "file:///tmp/meeting")) == "", "another rank"  # type: ignore[arg-type]
+    assert job_box.twin_of(None, PlaceInJob(0, 2, "file:///tmp/meeting")) == "", "another rank"  # type: ignore[arg-type]
     discard(tmp_path)
     assert not list(tmp_path.glob(".claim*"))

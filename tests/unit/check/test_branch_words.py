@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commlens.check import branch_words
-from commlens.check.branches import Choice, Decision
+from commlens.check.branches import BranchLine, Choice
 from commlens.check.explore import Alone, Explored
 from commlens.check.judge import Checked
 from commlens.check.schedule import Outcome
@@ -23,11 +23,11 @@ def checked(kind: Any = "healthy", summary: str = "no deadlock in 2 steps") -> C
     return Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 2)
 
 
-def decision(line: int, how: Any = "truth", **about: Any) -> Decision:
-    return Decision(Frame("/home/a.py", line, "f"), how, **{"alike": True, **about})
+def decision(line: int, how: Any = "truth", **about: Any) -> BranchLine:
+    return BranchLine(Frame("/home/a.py", line, "f"), how, **{"alike": True, **about})
 
 
-def explored(*decisions: Decision, result: Checked | None = None, **about: Any) -> Explored:
+def explored(*decisions: BranchLine, result: Checked | None = None, **about: Any) -> Explored:
     choices = about.get("choices", ())
     given: dict[str, Any] = {
         "choices": (),
@@ -55,7 +55,7 @@ def test_a_program_without_decisions_is_proven() -> None:
         (decision(1, forced=True), []),
     ],
 )
-def test_each_way_to_decide_has_its_limit(found: Decision, lines: list[str]) -> None:
+def test_each_way_to_decide_has_its_limit(found: BranchLine, lines: list[str]) -> None:
     choices = (FALSE,) if found.forced else ()
     limits = branch_words.verdict(explored(found, choices=choices)).missing_evidence
     assert len(limits) == len(lines)

@@ -4,8 +4,8 @@ import pytest
 
 from commlens.check.branches import (
     Branch,
+    BranchLine,
     Choice,
-    Decision,
     Moment,
     combinations,
     doubtful,
@@ -54,43 +54,43 @@ def test_combinations_change_one_branch_at_a_time_first() -> None:
 def test_decisions_of_several_runs_are_merged_by_line() -> None:
     found = merged(
         [
-            Decision(frame(9), "truth", alike=True, taken=(True,)),
-            Decision(frame(4), "number", alike=True, taken=(1,)),
-            Decision(frame(9), "truth", alike=False, taken=(False, True)),
+            BranchLine(frame(9), "truth", alike=True, taken=(True,)),
+            BranchLine(frame(4), "number", alike=True, taken=(1,)),
+            BranchLine(frame(9), "truth", alike=False, taken=(False, True)),
         ]
     )
     assert found == [
-        Decision(frame(4), "number", alike=True, taken=(1,)),
-        Decision(frame(9), "truth", alike=False, taken=(True, False)),
+        BranchLine(frame(4), "number", alike=True, taken=(1,)),
+        BranchLine(frame(9), "truth", alike=False, taken=(True, False)),
     ]
     assert [each.certain for each in found] == [False, True]
 
 
 def test_true_and_one_are_different_answers() -> None:
-    decisions = [Decision(frame(9), "truth", taken=(each,)) for each in (True, 1)]
+    decisions = [BranchLine(frame(9), "truth", taken=(each,)) for each in (True, 1)]
     assert merged(decisions)[0].taken == (True, 1)
 
 
 def test_a_branch_where_nothing_asked_is_not_met() -> None:
-    decisions = [Decision(frame(9), "truth", forced=True), Decision(frame(4), "truth")]
+    decisions = [BranchLine(frame(9), "truth", forced=True), BranchLine(frame(4), "truth")]
     branches = [Branch("train.py", line, (True,)) for line in (4, 9)]
     assert unmet(branches, decisions) == branches[:1]
 
 
 def test_values_of_their_own_make_ranks_doubtful_only_if_they_part() -> None:
-    same = [[Decision(frame(9), "truth", taken=(False,))]] * 2
-    apart = [[Decision(frame(9), "truth", taken=(each,))] for each in (False, True)]
-    alike = [[Decision(frame(9), "truth", alike=True, taken=(each,))] for each in (False, True)]
-    forced = [[Decision(frame(9), "number", forced=True)]] * 2
+    same = [[BranchLine(frame(9), "truth", taken=(False,))]] * 2
+    apart = [[BranchLine(frame(9), "truth", taken=(each,))] for each in (False, True)]
+    alike = [[BranchLine(frame(9), "truth", alike=True, taken=(each,))] for each in (False, True)]
+    forced = [[BranchLine(frame(9), "number", forced=True)]] * 2
     assert [each.frame.line for each in doubtful(apart)] == [9]
-    assert [each.frame.line for each in doubtful([[Decision(frame(9), "number")]])] == [9]
+    assert [each.frame.line for each in doubtful([[BranchLine(frame(9), "number")]])] == [9]
     assert doubtful(same) == doubtful(alike) == doubtful(forced) == []
 
 
-def asked(*calls: int) -> list[Decision]:
+def asked(*calls: int) -> list[BranchLine]:
     """A rank that asks for the same value after these numbers of calls."""
     moments = tuple(Moment(number, number) for number in calls)
-    return [Decision(frame(9), "truth", alike=True, taken=(False,), asked=moments)]
+    return [BranchLine(frame(9), "truth", alike=True, taken=(False,), asked=moments)]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def asked(*calls: int) -> list[Decision]:
     ],
 )
 def test_what_ranks_have_alike_is_the_same_at_the_same_moments(
-    ranks: list[list[Decision]], calls: list[float], is_doubtful: bool
+    ranks: list[list[BranchLine]], calls: list[float], is_doubtful: bool
 ) -> None:
     assert bool(doubtful(ranks, calls)) is is_doubtful
 
 
 def test_a_value_that_some_ranks_received_may_be_known_to_the_others() -> None:
-    received = [Decision(frame(9), "truth", taken=(False,), received=True)]
-    local = [Decision(frame(9), "truth", taken=(False,))]
+    received = [BranchLine(frame(9), "truth", taken=(False,), received=True)]
+    local = [BranchLine(frame(9), "truth", taken=(False,))]
     assert doubtful([[], received])
     assert not doubtful([received, received])
     assert not doubtful([[], local])
 
 
 def test_a_value_of_its_own_may_differ_from_what_others_have_alike() -> None:
-    own = Decision(frame(9), "truth", taken=(True,))
-    assert doubtful([[own], [Decision(frame(9), "truth", alike=True, taken=(False,))]])
+    own = BranchLine(frame(9), "truth", taken=(True,))
+    assert doubtful([[own], [BranchLine(frame(9), "truth", alike=True, taken=(False,))]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commlens.check.exchange import NUMBERS_MAX, Exchange, Given, result, settled, unpack
+from commlens.check.exchange import NUMBERS_MAX, CheckExchange, Given, result, settled, unpack
 from commlens.check.values import Values
 from commlens.tracing.preview.objects import Key, Message
 from commlens.tracing.preview.world import FakeWorld
@@ -22,7 +22,7 @@ class Run:
 
     def __init__(self, rank: int, program: Callable[[int], Any], messages: Messages) -> None:
         self.guesses: list[str] = []
-        self.exchange = Exchange(rank, messages, self.guesses.append)
+        self.exchange = CheckExchange(rank, messages, self.guesses.append)
         with FakeWorld(2, rank), Values(2, exchange=self.exchange) as values:
             dist.init_process_group("gloo")
             self.result = program(rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlens.check.branches import Branch, Choice, Decision
+from commlens.check.branches import Branch, BranchLine, Choice
 from commlens.check.explore import Choices, Explored, Sequences, explore
 from commlens.check.judge import Checked
 from commlens.check.run_world import World
@@ -30,7 +30,7 @@ def explored(
 
     def run(choices: Choices) -> World:
         decisions = [
-            Decision(Frame("/a.py", each.line, "f"), "truth", alike, (each.value,), forced=True)
+            BranchLine(Frame("/a.py", each.line, "f"), "truth", alike, (each.value,), forced=True)
             for each in choices
         ]
         lines = sum(each.line for each in choices if each.value)

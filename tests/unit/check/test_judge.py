@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from sequences import Player, play
 
-from commlens.check.branches import Decision, Moment
+from commlens.check.branches import BranchLine, Moment
 from commlens.check.judge import judge
 from commlens.check.sequence import FileLook, Guess, Unseen
 from commlens.model.collective import Frame
@@ -281,16 +281,16 @@ def test_a_swap_is_not_told_if_ranks_decide_by_what_is_not_known() -> None:
     ("decisions", "is_fault"),
     [
         ([], True),
-        ([Decision(Frame("train.py", 9, "main"), "truth", alike=True, taken=(False,))], False),
+        ([BranchLine(Frame("train.py", 9, "main"), "truth", alike=True, taken=(False,))], False),
         (
-            [Decision(Frame("train.py", 9, "main"), "truth", taken=(False,), forced=True)],
+            [BranchLine(Frame("train.py", 9, "main"), "truth", taken=(False,), forced=True)],
             True,
         ),
     ],
     ids=["no decision", "of a value that is not known", "as --branch says"],
 )
 def test_an_exception_after_a_decision_by_an_unknown_value_is_not_proven(
-    decisions: list[Decision], is_fault: bool
+    decisions: list[BranchLine], is_fault: bool
 ) -> None:
     sequences = play(3, one_raises)
     sequences[2].decisions = decisions
@@ -315,7 +315,7 @@ def test_ranks_that_ask_at_different_moments_prove_nothing_if_they_came_so_far(
     sequences = play(3, leaves_a_loop)
     for rank, sequence in sequences.items():
         number = moments[rank > 0]
-        decision = Decision(
+        decision = BranchLine(
             Frame("train.py", 9, "main"),
             "truth",
             alike=True,

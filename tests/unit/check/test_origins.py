@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
-from commlens.check.origins import UNKNOWN, Origin, Origins, alike_in, joined
+from commlens.check.origins import UNKNOWN, Origins, ValueOrigin, alike_in, joined
 from commlens.tracing.preview.world import FakeWorld
 
 WORLD = (0, 1, 2, 3)
-ALIKE = Origin(frozenset({WORLD}))
-RECEIVED = Origin(received=True)
+ALIKE = ValueOrigin(frozenset({WORLD}))
+RECEIVED = ValueOrigin(received=True)
 
 
 class Asked:
     """What was read, and which shapes depended on values."""
 
     def __init__(self) -> None:
-        self.read: list[Origin | None] = []
-        self.shaped: list[Origin] = []
+        self.read: list[ValueOrigin | None] = []
+        self.shaped: list[ValueOrigin] = []
         self.origins = Origins(self.read.append, self.shaped.append)
 
 
@@ -97,7 +97,7 @@ def test_the_sender_knows_what_it_sends(asked: Asked) -> None:
     dist.reduce(x, 0)
     assert asked.origins.of(x) is None
     dist.broadcast(x, 1)
-    assert asked.origins.of(x * 2) == Origin(frozenset({WORLD}), known=True)
+    assert asked.origins.of(x * 2) == ValueOrigin(frozenset({WORLD}), known=True)
     assert asked.origins.of(x * torch.rand(3)) is None
     dist.broadcast(x, 0)
     assert asked.origins.of(x) == ALIKE
@@ -119,9 +119,9 @@ def test_groups_of_a_mesh_span_the_world_together(asked: Asked) -> None:
     one = asked.origins.of(x)
     x = functional_all_reduce(x, "sum", column)
     x.sum().item()
-    assert one == Origin(frozenset({(0, 1)}))
+    assert one == ValueOrigin(frozenset({(0, 1)}))
     assert not alike_in(one, 4)
-    both = Origin(frozenset({(0, 1), (1, 3)}))
+    both = ValueOrigin(frozenset({(0, 1), (1, 3)}))
     assert asked.read == [both]
     assert alike_in(both, 4)
 
@@ -151,8 +151,8 @@ def test_values_of_fake_tensors_are_never_known() -> None:
 
 
 def test_values_join() -> None:
-    known = Origin(frozenset({WORLD}), known=True)
-    row = Origin(frozenset({WORLD, (0, 1)}))
+    known = ValueOrigin(frozenset({WORLD}), known=True)
+    row = ValueOrigin(frozenset({WORLD, (0, 1)}))
     assert joined([]) is None
     assert joined([None, known]) is None
     assert joined([known, known]) == known

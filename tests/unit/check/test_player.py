@@ -13,7 +13,7 @@ import pytest
 from object_chain import chain
 
 from commlens.check import player as player_module
-from commlens.check.objects import Shared
+from commlens.check.objects import SharedValues
 from commlens.check.player import Player
 from commlens.check.run_rank import Plan, Run, warm_up
 from commlens.model.ranklog import End
@@ -30,7 +30,7 @@ def told(player: Player) -> Run:
 
 
 def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
-    shared = Shared()
+    shared = SharedValues()
     plan = chain(tmp_path)
     second = Player(plan, 1, shared)
     try:
@@ -53,7 +53,7 @@ def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_told() -> None:
-    player = Player(Plan(lambda: os.kill(os.getpid(), signal.SIGKILL), 2), 1, Shared())
+    player = Player(Plan(lambda: os.kill(os.getpid(), signal.SIGKILL), 2), 1, SharedValues())
     try:
         run = told(player)
     finally:
@@ -71,7 +71,7 @@ def test_a_process_that_pauses_within_a_message_is_given_up(
 
     monkeypatch.setattr(player_module, "_send", send_half)
     monkeypatch.setattr(player_module, "_LINK_S", 1)
-    player = Player(Plan(lambda: None, 2), 0, Shared())
+    player = Player(Plan(lambda: None, 2), 0, SharedValues())
     try:
         run = told(player)
     finally:
@@ -83,12 +83,12 @@ def test_a_process_that_is_paused_does_not_hold_up_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(player_module, "_LINK_S", 1)
-    player = Player(chain(tmp_path), 1, Shared())
+    player = Player(chain(tmp_path), 1, SharedValues())
     try:
         assert told(player).needs is not None
         os.kill(player._pid, signal.SIGSTOP)
         began_s = time.monotonic()
-        player.go_on(Shared(keys={"more than a socket holds": [bytes(16 << 20)]}))
+        player.go_on(SharedValues(keys={"more than a socket holds": [bytes(16 << 20)]}))
         assert time.monotonic() - began_s < 20
         assert not player.waits
     finally:
@@ -96,7 +96,7 @@ def test_a_process_that_is_paused_does_not_hold_up_the_check(
 
 
 def test_a_process_that_takes_too_long_is_late() -> None:
-    player = Player(Plan(lambda: None, 2, timeout_s=-20.0), 0, Shared())
+    player = Player(Plan(lambda: None, 2, timeout_s=-20.0), 0, SharedValues())
     try:
         assert player.is_late()
         player.kill()

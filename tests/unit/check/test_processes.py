@@ -10,7 +10,7 @@ from object_chain import SIZE, chain
 
 from commlens.check import processes
 from commlens.check.branches import Answers
-from commlens.check.processes import Ranks, common_answers, disagreeing
+from commlens.check.processes import RankProcesses, common_answers, disagreeing
 from commlens.check.run_rank import warm_up
 
 
@@ -20,7 +20,7 @@ def test_each_rank_starts_once_if_the_memory_suffices(
 ) -> None:
     monkeypatch.setattr(processes, "_WAITING_MAX", memory)
     warm_up()
-    ranks = Ranks(chain(tmp_path))
+    ranks = RankProcesses(chain(tmp_path))
     sequences = ranks.sequences_of(range(SIZE))
     starts = (tmp_path / "starts").read_text().split()
     assert set(starts) == {"0", "1", "2", "3"}
@@ -41,7 +41,7 @@ def test_what_ranks_know_does_not_depend_on_the_number_of_cpus(
         monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid, n=cpus: range(n))
         folder = tmp_path / str(cpus)
         folder.mkdir()
-        Ranks(chain(folder)).sequences_of(range(SIZE))
+        RankProcesses(chain(folder)).sequences_of(range(SIZE))
         starts.append(sorted((folder / "starts").read_text().split()))
     assert starts[0] == starts[1]
 
@@ -52,7 +52,7 @@ def test_others_need_not_import_what_a_first_rank_that_waits_imported(
     imported: list[tuple[str, ...]] = []
     monkeypatch.setattr(processes, "import_modules", imported.append)
     warm_up()
-    Ranks(chain(tmp_path)).sequences_of([1, 2])
+    RankProcesses(chain(tmp_path)).sequences_of([1, 2])
     assert len(imported) == 1
 
 

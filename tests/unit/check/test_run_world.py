@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sequences import Player, play
 
-from commlens.check.branches import Decision
+from commlens.check.branches import BranchLine
 from commlens.check.judge import judge
 from commlens.check.run_world import run_classes, run_whole, vary
 from commlens.check.sequence import RankSequence
@@ -83,8 +83,8 @@ def test_ranks_that_do_something_unexpected_leave_a_healthy_world_undetermined()
     assert world.checked.verdict.kind == "undetermined"
 
 
-FLOAT = Decision(Frame("a.py", 1, "f"), "number", replaceable=True)
-INT = Decision(Frame("a.py", 2, "f"), "number")
+FLOAT = BranchLine(Frame("a.py", 1, "f"), "number", replaceable=True)
+INT = BranchLine(Frame("a.py", 2, "f"), "number")
 
 
 class NumberedRanks:
@@ -103,7 +103,7 @@ class NumberedRanks:
         self.tried.append(tuple(sorted(ranks)))
         return {rank: self.sequence(rank) for rank in self.tried[-1]}
 
-    def sequence(self, rank: int, *decisions: Decision) -> RankSequence:
+    def sequence(self, rank: int, *decisions: BranchLine) -> RankSequence:
         code = self.decide(rank, self.number)
         return RankSequence(rank, 4, exit_code=code, decisions=list(decisions))
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from commlens.check.sequence import Event, Guess, Issue, RankSequence, Wait
+from commlens.check.sequence import Event, Guess, Issue, RankSequence, ThreadWait
 from commlens.model.collective import (
     Channel,
     Collective,
@@ -18,7 +18,7 @@ BARRIER = Collective(1, WORLD, 1, CollectiveArgs("barrier", "barrier"), State.IS
 
 
 def test_a_sequence_survives_the_way_between_processes() -> None:
-    events: list[Event] = [Issue(BARRIER), Wait(1, thread=7)]
+    events: list[Event] = [Issue(BARRIER), ThreadWait(1, thread=7)]
     sequence = RankSequence(1, 2, events=events)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(sequence), type=RankSequence)
     assert read == sequence

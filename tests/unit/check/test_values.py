@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlens.check.branches import Choice, Decision, Moment
+from commlens.check.branches import BranchLine, Choice, Moment
 from commlens.check.values import Values
 from commlens.tracing.preview.world import FakeWorld
 
 
 def decisions(
     program: Callable[[], object], choices: Iterable[Choice] = (), *, fake: bool = False
-) -> list[Decision]:
+) -> list[BranchLine]:
     """Run a program as rank 1 of 4."""
     with FakeWorld(4, 1, fake_tensors=fake), Values(4, choices) as values:
         dist.init_process_group("gloo")

@@ -15,7 +15,7 @@ from builders import Job, Stay, at, training
 from node_files import NodeFiles
 
 from commlens import commands
-from commlens.dumps.read import Evidence
+from commlens.dumps.read import JobLogs
 from commlens.model.ranklog import RankLog
 
 
@@ -24,7 +24,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
     """The reader finds these logs. What it does with files is tested in test_dumps."""
 
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
-        evidence = Evidence(logs=logs, problems=problems)
+        evidence = JobLogs(logs=logs, problems=problems)
         found = SimpleNamespace(own=[None] if logs else [], kinds={}, problems=problems, reports=[])
         monkeypatch.setattr("commlens.diagnosis.api.discover", lambda paths, prefix="": found)
         monkeypatch.setattr(

@@ -10,7 +10,7 @@ from commlens.commands.stacks import find_ranks, with_alike
 from commlens.diagnosis.fold.alike import Alike, AlikeRanks
 from commlens.errors import CommandError
 from commlens.model.ranklog import RankLog
-from commlens.reports.stacks_terminal import StackClass
+from commlens.reports.stacks_terminal import StackRow
 from commlens.watch.other_nodes import OtherNodes
 
 
@@ -22,7 +22,7 @@ def test_ranks_that_were_not_read_stand_where_those_in_their_state_do() -> None:
             Alike(frozenset(), frozenset([8])),
         ]
     )
-    classes = [StackClass([0, 1, 6], ()), StackClass([7], (), "stopped"), StackClass([9], ())]
+    classes = [StackRow([0, 1, 6], ()), StackRow([7], (), "stopped"), StackRow([9], ())]
     assert [each.ranks for each in with_alike(classes, OtherNodes(alike=alike))] == [
         [7],
         [9],

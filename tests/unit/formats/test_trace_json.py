@@ -21,18 +21,18 @@ import commlens
 from commlens.formats.trace_json import encode, read_trace, write_trace
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
 from commlens.model.trace import (
-    Cause,
     Coverage,
     Depth,
     Owner,
     Phase,
+    Redistribution,
     TraceData,
     TracedModule,
     TracedOp,
     TracedParameter,
     TraceEvent,
 )
-from commlens.model.trace_changes import Change, Comparison
+from commlens.model.trace_changes import Change, TraceComparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.text import clean
 
@@ -40,7 +40,7 @@ names = st.text(max_size=12).map(clean)  # as every reader returns them
 small = st.integers(0, 1 << 70)
 frames = st.builds(Frame, names, st.integers(0, 10_000), names, st.sampled_from(FrameKind))
 owners = st.builds(Owner, names, names, st.lists(names, max_size=2).map(tuple))
-causes = st.builds(Cause, st.none() | names, names, names, st.booleans(), names)
+causes = st.builds(Redistribution, st.none() | names, names, names, st.booleans(), names)
 events = st.builds(
     TraceEvent,
     sequence=small,
@@ -140,7 +140,7 @@ def test_the_schema_names_what_the_data_has_and_no_more():
         TracedOp,
         Coverage,
         Owner,
-        Cause,
+        Redistribution,
         Frame,
         ProcessGroup,
     ):
@@ -154,7 +154,7 @@ def test_the_schema_names_what_the_data_has_and_no_more():
     ("name", "kinds"),
     [
         ("trace-summary-1.schema.json", (Summary, ModuleTotal, Total, Why)),
-        ("comparison-1.schema.json", (Comparison, Change)),
+        ("comparison-1.schema.json", (TraceComparison, Change)),
     ],
 )
 def test_the_other_schemas_do_so_too(name, kinds):

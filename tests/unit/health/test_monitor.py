@@ -11,7 +11,7 @@ from node_files import NodeFiles, RasServer, communicator, gpu_address
 
 from commlens.health import monitor
 from commlens.health.changes import Look
-from commlens.health.monitor import Monitor, NodeRecord, Sampler, look_once
+from commlens.health.monitor import Monitor, NodeRecord, NodeSampler, look_once
 from commlens.health.places import RankOfNode
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, Values
 
@@ -84,7 +84,7 @@ def test_nobody_waits_for_a_thread_that_has_failed(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no sampler")
 
-    monkeypatch.setattr(monitor, "Sampler", fail)
+    monkeypatch.setattr(monitor, "NodeSampler", fail)
     node = Monitor(tmp_path, "n03")
     node._thread.join(20)
     try:
@@ -111,7 +111,7 @@ def test_a_source_that_fails_is_named_once_and_not_read_again(
 
     monkeypatch.setattr(monitor, "read_tcp", fail)
     NodeFiles(tmp_path)
-    sampler = Sampler(tmp_path)
+    sampler = NodeSampler(tmp_path)
     try:
         for _ in range(3):
             sampler.look(thorough=True)
@@ -127,7 +127,7 @@ def test_a_source_that_goes_on_failing_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     NodeFiles(tmp_path)
-    sampler = Sampler(tmp_path)
+    sampler = NodeSampler(tmp_path)
     try:
         sampler.look(thorough=True)
         assert sampler.not_read == []
@@ -157,7 +157,7 @@ def test_a_costly_source_is_read_less_often(
         return real(root)  # type: ignore[return-value]
 
     monkeypatch.setattr(monitor, "read_infiniband", burn)
-    sampler = Sampler(tmp_path)
+    sampler = NodeSampler(tmp_path)
     try:
         sampler.look(thorough=True)
         due = {source.name: source.due - time.monotonic() for source in sampler._sources}
@@ -181,7 +181,7 @@ def event(what: str, part: str, at_s: float, since_s: float = 0.0) -> HealthEven
 
 
 def values_of(files: NodeFiles) -> dict[str, Values]:
-    sampler = Sampler(files.root)
+    sampler = NodeSampler(files.root)
     values, _ = sampler.look(thorough=True)
     sampler.close()
     return values

@@ -9,7 +9,7 @@ import pytest
 from node_files import NodeFiles, gpu_address
 
 from commlens.errors import CommandError
-from commlens.health.monitor import Monitor, Sampler
+from commlens.health.monitor import Monitor, NodeSampler
 from commlens.health.places import RankOfNode
 from commlens.health.topology import (
     find_layout,
@@ -50,7 +50,7 @@ WITHOUT_NAMES = f"""<system version="1"><cpu numaid="0">
 
 
 def layout(root: Path, **environment: str):
-    sampler = Sampler(root)
+    sampler = NodeSampler(root)
     values, _ = sampler.look(thorough=True)
     sampler.close()
     return find_layout(root, "n03", environment, values)

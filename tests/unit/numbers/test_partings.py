@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from commlens.model.numbers import OpLog, OpPlace, OpRun
-from commlens.numbers.partings import Parting, Shared, find_parting, first_other_op
+from commlens.numbers.partings import Parting, SharedTensor, find_parting, first_other_op
 
 RANKS = (0, 1, 2)
 WEIGHT = ("parameter", "weight")
-SHARED = [Shared(WEIGHT, RANKS, 1)]
+SHARED = [SharedTensor(WEIGHT, RANKS, 1)]
 
 
 def op(
@@ -25,7 +25,9 @@ def op(
 
 
 def parting(
-    common: Sequence[OpRun], odd: Mapping[int, Sequence[OpRun]], shared: Sequence[Shared] = SHARED
+    common: Sequence[OpRun],
+    odd: Mapping[int, Sequence[OpRun]],
+    shared: Sequence[SharedTensor] = SHARED,
 ) -> Parting | None:
     """What is found if all ranks run these ops, but for the odd ones."""
     place = OpPlace("layers.0", False, "train.py:9", "all_reduce at train.py:7")
@@ -124,7 +126,7 @@ def test_a_write_of_the_same_bytes_is_no_change() -> None:
 
 
 def test_replicas_of_another_shard_have_the_same_name() -> None:
-    shared = [Shared(WEIGHT, (0, 1), 1), Shared(WEIGHT, (2, 3), 5)]
+    shared = [SharedTensor(WEIGHT, (0, 1), 1), SharedTensor(WEIGHT, (2, 3), 5)]
     place = OpPlace()
     logs = {
         rank: OpLog((place,), (op("add_", [7], [8], weight=5 if rank < 2 else 1),))

@@ -16,7 +16,7 @@ from commlens.model.number_checks import NumberChecks
 from commlens.model.numbers import CheckId
 from commlens.numbers import sampling
 from commlens.numbers.inspection import Inspection
-from commlens.numbers.sampling import Sampler
+from commlens.numbers.sampling import TensorSampler
 
 
 class Sent(SimpleNamespace):
@@ -40,7 +40,7 @@ def sent(monkeypatch: pytest.MonkeyPatch, two_ranks: None) -> Sent:
 
 def train(parameters: list[Any], every: int = 1, steps: int = 3, *, end: Any = None) -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    sampler = Sampler(NumberChecks(every))
+    sampler = TensorSampler(NumberChecks(every))
     for _ in range(steps):
         for each in parameters:
             each.grad = torch.ones_like(each)
@@ -79,7 +79,7 @@ def test_the_parameters_of_a_model_are_compared(
 def test_nothing_is_measured_after_the_end_of_the_exchange(sent: Sent) -> None:
     [weight] = nn.Linear(4, 4, bias=False).parameters()
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    sampler = Sampler(NumberChecks(every=1))
+    sampler = TensorSampler(NumberChecks(every=1))
     sampler.after_step(optimizer)
     sent.is_running = False
     sampler.after_step(optimizer)
@@ -93,7 +93,7 @@ def test_an_error_of_the_look_for_nan_is_logged_once_and_ends_the_checks(
 ) -> None:
     [weight] = nn.Linear(4, 4, bias=False).parameters()
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    sampler = Sampler(NumberChecks(every=1, nan=True))
+    sampler = TensorSampler(NumberChecks(every=1, nan=True))
     monkeypatch.setattr(sampling, "_sampler", sampler)
     sampler.watch = sampling.NanWatch()
     sampler.watch.start()
@@ -139,7 +139,7 @@ def test_parameters_whose_writes_are_not_counted_end_no_checks(sent: Sent) -> No
     with torch.inference_mode():
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = torch.optim.SGD([frozen, *nn.Linear(4, 4).parameters()], lr=0.1)
-    sampler = Sampler(NumberChecks(every=1))
+    sampler = TensorSampler(NumberChecks(every=1))
     sampler.after_step(optimizer)
     assert [each.number for each in sent.checks] == [1]
 
@@ -147,7 +147,7 @@ def test_parameters_whose_writes_are_not_counted_end_no_checks(sent: Sent) -> No
 def test_a_job_that_ends_by_an_exception_is_not_compared_at_the_end(sent: Sent) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler = Sampler(NumberChecks(every=100))
+    sampler = TensorSampler(NumberChecks(every=100))
     for _ in range(2):
         sampler.after_step(optimizer)
     try:
@@ -162,7 +162,7 @@ def test_a_job_that_ends_by_an_exception_is_not_compared_at_the_end(sent: Sent) 
 def test_a_job_without_a_step_is_told_that_nothing_was_compared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    Sampler(NumberChecks()).end()
+    TensorSampler(NumberChecks()).end()
     assert [record.getMessage() for record in caplog.records] == [
         "commlens: no numbers were compared: no optimizer of torch made a step"
     ]

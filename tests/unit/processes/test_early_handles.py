@@ -12,7 +12,7 @@ from watch_ranks import eventually, sleeper
 
 from commlens.blackbox import job_dirs
 from commlens.processes.early_handles import EarlyHandles
-from commlens.processes.process import Ending
+from commlens.processes.process import ProcessEnding
 
 pytestmark = pytest.mark.launches
 
@@ -31,7 +31,7 @@ def test_handles_are_opened_as_soon_as_there_is_a_box(tmp_path: Path) -> None:
         early.stop()
         handles = [early.take(pid, ticks) for pid, ticks in started.items()]
         assert [handle.ending() for handle in handles if handle is not None] == [
-            Ending(signal="SIGKILL"),
+            ProcessEnding(signal="SIGKILL"),
             None,
         ]
         assert handles[0] is not None

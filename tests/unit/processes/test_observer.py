@@ -231,7 +231,7 @@ def test_the_end_is_remembered(child: subprocess.Popen[str]) -> None:
     observer = observer_of(child)
     child.kill()
     child.wait(10)
-    seen = observer.ended(child.pid, process.Ending(signal="SIGKILL"), at_ns=123)
+    seen = observer.ended(child.pid, process.ProcessEnding(signal="SIGKILL"), at_ns=123)
     assert (seen.end, seen.signal, seen.ended_ns) == (End.KILLED, "SIGKILL", 123)
     assert observer.observe(child.pid) is seen
 
@@ -239,16 +239,16 @@ def test_the_end_is_remembered(child: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("ending", "clean", "end"),
     [
-        (process.Ending(exit_code=0), None, End.CLEAN),
-        (process.Ending(exit_code=0), False, End.CLEAN),
-        (process.Ending(exit_code=3), True, End.FAILED),
-        (process.Ending(), True, End.CLEAN),
-        (process.Ending(), False, End.FAILED),
-        (process.Ending(), None, End.GONE),
+        (process.ProcessEnding(exit_code=0), None, End.CLEAN),
+        (process.ProcessEnding(exit_code=0), False, End.CLEAN),
+        (process.ProcessEnding(exit_code=3), True, End.FAILED),
+        (process.ProcessEnding(), True, End.CLEAN),
+        (process.ProcessEnding(), False, End.FAILED),
+        (process.ProcessEnding(), None, End.GONE),
     ],
 )
 def test_exit_status_beats_the_box_which_beats_nothing(
-    child: subprocess.Popen[str], ending: process.Ending, clean: bool | None, end: End
+    child: subprocess.Popen[str], ending: process.ProcessEnding, clean: bool | None, end: End
 ) -> None:
     assert observer_of(child).ended(child.pid, ending, clean=clean).end is end
 

@@ -12,7 +12,7 @@ import pytest
 from watch_ranks import eventually, sleeper
 
 from commlens.processes import process
-from commlens.processes.process import Ending, Handle
+from commlens.processes.process import Handle, ProcessEnding
 
 pytestmark = pytest.mark.launches
 
@@ -57,19 +57,19 @@ def test_no_such_process() -> None:
     assert process.io_bytes(child.pid) is None
     assert process.environment(child.pid) == {}
     assert process.children(child.pid) == []
-    assert Handle(child.pid).ending() == Ending(), "gone, and nobody can say how"
+    assert Handle(child.pid).ending() == ProcessEnding(), "gone, and nobody can say how"
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("raise SystemExit(3)", Ending(exit_code=3)),
-        ("pass", Ending(exit_code=0)),
-        ("import os; os.kill(os.getpid(), 9)", Ending(signal="SIGKILL")),
-        ("import os; os.abort()", Ending(signal="SIGABRT")),
+        ("raise SystemExit(3)", ProcessEnding(exit_code=3)),
+        ("pass", ProcessEnding(exit_code=0)),
+        ("import os; os.kill(os.getpid(), 9)", ProcessEnding(signal="SIGKILL")),
+        ("import os; os.abort()", ProcessEnding(signal="SIGABRT")),
     ],
 )
-def test_how_a_child_ended_without_reaping_it(command: str, expected: Ending) -> None:
+def test_how_a_child_ended_without_reaping_it(command: str, expected: ProcessEnding) -> None:
     child = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.DEVNULL)
     handle = Handle(child.pid)
     eventually(lambda: handle.ending() is not None)
@@ -93,7 +93,7 @@ def test_how_a_grandchild_ended_is_read_from_its_zombie() -> None:
         assert parent.stdout is not None
         handle = Handle(int(parent.stdout.readline()))
         eventually(lambda: handle.ending() is not None)
-        assert handle.ending() == Ending(exit_code=7)
+        assert handle.ending() == ProcessEnding(exit_code=7)
         handle.close()
         parent.kill()
 

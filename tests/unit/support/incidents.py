@@ -18,7 +18,7 @@ from node_files import NodeFiles, RasServer, communicator, gpu_address
 
 from commlens.health import ras
 from commlens.health.changes import Look
-from commlens.health.monitor import NodeRecord, Sampler
+from commlens.health.monitor import NodeRecord, NodeSampler
 from commlens.health.places import RankOfNode
 from commlens.model.health import NodeHealth, RasReport
 from commlens.model.ranklog import RankLog
@@ -416,7 +416,7 @@ NO_CAUSES = [
 @dataclass
 class _Node:
     files: NodeFiles
-    sampler: Sampler
+    sampler: NodeSampler
     record: NodeRecord
     ranks: list[int] = field(default_factory=list)
 
@@ -446,7 +446,7 @@ def tell(
         files = NodeFiles(folder / f"n{number}", gpus=PER_NODE + 1)
         ranks = list(range(number * PER_NODE, (number + 1) * PER_NODE))
         files.processes({pids[rank]: index for index, rank in enumerate(ranks)})
-        sampler = Sampler(files.root, past=seen_late)
+        sampler = NodeSampler(files.root, past=seen_late)
         nodes.append(_Node(files, sampler, NodeRecord(f"n{number}", past=seen_late), ranks))
     scene = Scene([node.files for node in nodes], stalled_ns, pids)
     behind_ns = {node: int(by_s * S) for node, by_s in incident.clock_set_s.items()}

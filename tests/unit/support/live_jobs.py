@@ -12,7 +12,7 @@ from pathlib import Path
 
 from boxes import UNIX, busy_box
 
-from commlens.dumps.read import Evidence
+from commlens.dumps.read import JobLogs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
 
@@ -25,7 +25,7 @@ def live_job(folder: Path, ranks: int = 4, *, job: str = "job-1", **options: obj
     return job_dir
 
 
-def ranks_of(evidence: Evidence) -> list[int]:
+def ranks_of(evidence: JobLogs) -> list[int]:
     return [log.rank for log in evidence.logs]
 
 

@@ -29,7 +29,10 @@ ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
         "Output of `commlens diagnose --json`. The top level repeats the first finding.",
     ),
     "movement": (movement.Movement, "Output of `commlens compare --json` for two dumps of a job."),
-    "comparison": (trace_changes.Comparison, "Output of `commlens compare --json` for two traces."),
+    "comparison": (
+        trace_changes.TraceComparison,
+        "Output of `commlens compare --json` for two traces.",
+    ),
     "trace-summary": (
         trace_summary.Summary,
         "Output of `commlens view --json` for a trace; for several, a list of these.",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commlens.model.cause import Diverged, TensorKind
-from commlens.model.numbers import CheckId, Measure, Relation, Report, Table, TableRef
-from commlens.numbers.comparison import Comparison
+from commlens.model.numbers import CheckId, Measure, NumbersReport, Relation, TableRef, TensorTable
+from commlens.numbers.comparison import TensorComparison
 from commlens.numbers.differences import parts_of
 
 Values = Mapping[str, float]
@@ -33,7 +33,7 @@ class Job:
 
     size: int = 4
     relation: Relation = "equal"
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: TensorComparison = field(default_factory=TensorComparison)
 
     def check(
         self,
@@ -51,7 +51,7 @@ class Job:
     ) -> list[Diverged]:
         """Compare ``values``, which all ranks have but for what the odd ones have instead."""
         check = CheckId(source, step, tolerance, wait_s)
-        tables: dict[str, Table] = {}
+        tables: dict[str, TensorTable] = {}
         reports = {}
         for rank in ranks if ranks is not None else range(self.size):
             own = {**values, **(odd or {}).get(rank, {})}
@@ -64,12 +64,12 @@ class Job:
             refs = []
             for group in groups or [tuple(range(self.size))]:
                 if rank in group:
-                    table = Table(group, self.relation, measures)
+                    table = TensorTable(group, self.relation, measures)
                     digest = str(hash((group, measures)))
                     tables[digest] = table
                     refs.append(TableRef(group, self.relation, digest))
             nans = tuple(each for each in measures if each.nans and each.kind == "parameter")
-            reports[rank] = Report(rank, check, tuple(refs), nans)
+            reports[rank] = NumbersReport(rank, check, tuple(refs), nans)
         return self.comparison.compare(check, reports, parts_of(reports, tables.get))
 
 

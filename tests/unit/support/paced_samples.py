@@ -26,7 +26,7 @@ def late(rank: int, step: int) -> float:
     return 150.0 if rank == 2 else 100.0
 
 
-def found(logs: list[RankLog]) -> pace.Slow:
+def found(logs: list[RankLog]) -> pace.SlowRanks:
     slow = find_slow_ranks(samples(logs))
     assert slow is not None
     return slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commlens.check.sequence import Event, Issue, RankSequence, Setup, StoreCall, Wait
+from commlens.check.sequence import Event, Issue, RankSequence, Setup, StoreCall, ThreadWait
 from commlens.model.collective import (
     SETUP,
     STORE,
@@ -108,7 +108,7 @@ class Player:
             self.wait(index)
 
     def wait(self, index: int) -> None:
-        self._add(Wait(index, THREAD))
+        self._add(ThreadWait(index, THREAD))
 
     def store(self, op: str, key: str) -> None:
         """Call a method of the store: ``store.set``, ``store.get``."""

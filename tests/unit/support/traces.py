@@ -9,10 +9,10 @@ import msgspec
 import commlens
 from commlens.model.collective import Frame, ProcessGroup
 from commlens.model.trace import (
-    Cause,
     Coverage,
     Owner,
     Phase,
+    Redistribution,
     TraceData,
     TracedModule,
     TracedOp,
@@ -119,7 +119,7 @@ def training(
     """
     rec = Recorder(rank)
     root = "MLP"
-    partial = Cause(
+    partial = Redistribution(
         None, "(Partial(sum),)", "(Replicate(),)", implicit=False, mesh="DeviceMesh((4,), 'cpu')"
     )
     implicit = msgspec.structs.replace(partial, op="aten.mm.default", implicit=True)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
 
 from commlens.tap import hand_made
-from commlens.tap.groups import Group, global_ranks, memberships
+from commlens.tap.groups import LiveGroup, global_ranks, memberships
 
 WAIT = datetime.timedelta(seconds=60)
 
@@ -51,7 +51,7 @@ def tcp_store(host: str = "127.0.0.1") -> dist.TCPStore:
 def test_a_bare_group_has_no_global_ranks(default_group: None) -> None:
     store = tcp_store()
     group = bare(dist.PrefixStore("inner", dist.PrefixStore("outer/", store)))
-    known = Group(group, 0, {})
+    known = LiveGroup(group, 0, {})
     name = f"localhost:{store.port}/outer/inner"
     assert (known.ranks, known.size, known.name) == ((), 1, "")
     assert known.hand_made == hand_made.Membership(0, 1, name, 0)
@@ -59,7 +59,7 @@ def test_a_bare_group_has_no_global_ranks(default_group: None) -> None:
     assert known.global_rank(0) == 0
     # kept though the program's stores are gone
     again = bare(dist.PrefixStore("inner", dist.PrefixStore("outer/", store)))
-    assert Group(again, 0, {}).hand_made == hand_made.Membership(0, 1, name, 1)
+    assert LiveGroup(again, 0, {}).hand_made == hand_made.Membership(0, 1, name, 1)
 
 
 def test_what_the_program_writes_is_no_map_of_global_ranks(default_group: None) -> None:
@@ -72,7 +72,7 @@ def test_what_the_program_writes_is_no_map_of_global_ranks(default_group: None) 
     hand_made.note_by_hand(group)
     c10d._world.pg_group_ranks[group] = {0: 0}
     assert global_ranks(group) == ()
-    known = Group(group, 0, {}).hand_made
+    known = LiveGroup(group, 0, {}).hand_made
     assert known is not None
     assert known.store == f"localhost:{store.port}/weights/weights"
     told_before = hand_made.membership(0, 1, prefixed, "weights")
@@ -84,7 +84,7 @@ def test_torch_s_own_groups_have_global_ranks(default_group: None) -> None:
     made = dist.new_group([0])
     for group in (dist.group.WORLD, made):
         assert global_ranks(group) == (0,)
-        assert Group(group, 0, {}).hand_made is None
+        assert LiveGroup(group, 0, {}).hand_made is None
 
 
 @pytest.mark.parametrize("mapping", [{0: 1, 1: 0}, {0: 0, 1: 1}])

@@ -12,7 +12,7 @@ from typing import Any
 from boxes import busy_box
 
 from commlens.blackbox import job_dirs
-from commlens.testing.observer import Job, Observer
+from commlens.testing.observer import Job, SuiteObserver
 
 
 def job_of(folder: Path, reporter: Any) -> Job:
@@ -22,7 +22,7 @@ def job_of(folder: Path, reporter: Any) -> Job:
 
 
 def test_a_look_before_the_timeout_saves_a_dump(tmp_path: Path) -> None:
-    observer = Observer(tmp_path)
+    observer = SuiteObserver(tmp_path)
     folder = job_dirs.user_folder(tmp_path) / "job-1"
     folder.mkdir(parents=True)
     for rank, pid in enumerate((os.getpid(), os.getppid())):

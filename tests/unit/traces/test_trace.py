@@ -10,7 +10,7 @@ from traces import Recorder, one_event, trace, training
 
 import commlens
 from commlens.model.collective import ProcessGroup
-from commlens.model.trace import Cause, Owner, Phase, TraceData
+from commlens.model.trace import Owner, Phase, Redistribution, TraceData
 from commlens.model.wire_bytes import wire_bytes
 from commlens.reports.trace_terminal import print_events, render
 from commlens.testing import assert_collectives
@@ -235,7 +235,7 @@ def test_a_masked_partial_placement_is_told_by_its_kind():
         "MLP.embedding",
         64,
         12,
-        cause=Cause(None, mask, "(Replicate(),)", False),
+        cause=Redistribution(None, mask, "(Replicate(),)", False),
     )
     assert commlens.Trace(rec.finish()).whys() == ["DTensor MaskPartial -> Replicate() (explicit)"]
 

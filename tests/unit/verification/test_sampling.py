@@ -5,21 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from commlens.verification.sampling import EVERY, Sampler
+from commlens.verification.sampling import EVERY, CallSampler
 
 
 def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
     args: Any = object()
     other: Any = object()
 
-    def checked(sampler: Sampler, args: Any, stack: int, numbers: range) -> list[int]:
+    def checked(sampler: CallSampler, args: Any, stack: int, numbers: range) -> list[int]:
         tokens: list[Any] = [
             SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0)
             for number in numbers
         ]
         return [token.number for token in tokens if not sampler.skips(token)]
 
-    sampler = Sampler()
+    sampler = CallSampler()
     assert checked(sampler, args, 5, range(1, 50)) == [1, EVERY, 2 * EVERY, 3 * EVERY]
     assert checked(sampler, args, 5, range(50, 60)) == []
     assert checked(sampler, args, 6, range(60, 63)) == [60]

@@ -23,7 +23,7 @@ from commlens.boards.board import Board
 from commlens.boards.mirror import Mirror
 from commlens.boards.refusal_log import DRAFTS, RefusalLog
 from commlens.model.refusal import Refusal
-from commlens.verification.messages import Refused
+from commlens.verification.messages import WordedRefusal
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.verifier import Verifier
@@ -104,9 +104,11 @@ def test_a_refusal_that_concerns_other_nodes_waits_for_the_relays_word(tmp_path:
     other = {"text": "by rank 2", "kind": "dead", "ranks": [0, 1, 2]}
     threading.Timer(0.05, lambda: log.post(7, 3, other)).start()
     with pytest.raises(Exception, match="by rank 2") as refused:
-        refusals.post(pending, Refused(Refusal("mismatch/op"), "by rank 1"))
+        refusals.post(pending, WordedRefusal(Refusal("mismatch/op"), "by rank 1"))
     assert refused.value.kind == "dead"  # type: ignore[attr-defined]
     assert RefusalLog(tmp_path, DRAFTS).read(0)["text"] == "by rank 1"
     pending.channel.members = (0, 1)  # a group within the node
     with pytest.raises(Exception, match="by rank 1 here"):
-        refusals.post(pending, Refused(Refusal("mismatch/op"), "by rank 1 here"), about=(8, 1))
+        refusals.post(
+            pending, WordedRefusal(Refusal("mismatch/op"), "by rank 1 here"), about=(8, 1)
+        )

@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from commlens.processes.process import Ending, Handle
+from commlens.processes.process import Handle, ProcessEnding
 from commlens.watch.death import DeathDetector, job_was_stopped
 from commlens.watch.reporting import lines_at_end
 from commlens.watch.roster import Member
 
 
-def member(pid: int, ending: Ending | None = None) -> Any:
+def member(pid: int, ending: ProcessEnding | None = None) -> Any:
     made = Member(pid, 0, pid, 3, pid, 0, Handle.invisible(pid))
     made.ending = ending
     return made
 
 
 KILLED, FAILED, FINISHED, TERMINATED = (
-    Ending(signal="SIGKILL"),
-    Ending(exit_code=3),
-    Ending(exit_code=0),
-    Ending(signal="SIGTERM"),
+    ProcessEnding(signal="SIGKILL"),
+    ProcessEnding(exit_code=3),
+    ProcessEnding(exit_code=0),
+    ProcessEnding(signal="SIGTERM"),
 )
-INTERRUPTED = Ending(signal="SIGINT")
+INTERRUPTED = ProcessEnding(signal="SIGINT")
 
 
 def test_a_death_is_due_shortly_after_and_once() -> None:
@@ -94,7 +94,11 @@ def test_a_rank_that_was_stopped_alone_before_the_watcher_was_ready_died() -> No
 
 def test_ranks_that_are_stopped_together_did_not_die() -> None:
     detector = DeathDetector()
-    members = [member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, TERMINATED)]
+    members = [
+        member(1, TERMINATED),
+        member(2, ProcessEnding(exit_code=143)),
+        member(3, TERMINATED),
+    ]
     detector.add(members, members, 10.0, alone=lambda: True)
     assert detector.take_due(10.0)
     assert detector.was_job_stopped(members)
@@ -104,8 +108,8 @@ def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
     assert job_was_stopped(
         [
             member(1, TERMINATED),
-            member(2, Ending(exit_code=143)),
-            member(3, Ending(signal="SIGINT")),
+            member(2, ProcessEnding(exit_code=143)),
+            member(3, ProcessEnding(signal="SIGINT")),
         ]
     )
     assert not job_was_stopped([member(1, TERMINATED), member(2)])
@@ -113,7 +117,7 @@ def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
     assert not job_was_stopped([member(1, TERMINATED)]), "of a single rank, it may be a death"
 
 
-def ended(pid: int, ending: Ending, at_s: float) -> Any:
+def ended(pid: int, ending: ProcessEnding, at_s: float) -> Any:
     made = member(pid, ending)
     made.ended_ns = int(at_s * 1e9)
     return made
@@ -143,9 +147,9 @@ def test_ctrl_c_ends_ranks_one_by_one() -> None:
     assert not detector.alone and detector.was_job_stopped(members)
 
 
-@pytest.mark.parametrize("interrupted", [INTERRUPTED, Ending(exit_code=130)])
+@pytest.mark.parametrize("interrupted", [INTERRUPTED, ProcessEnding(exit_code=130)])
 def test_a_rank_that_was_interrupted_alone_died_though_its_launcher_ends_the_others_then(
-    interrupted: Ending,
+    interrupted: ProcessEnding,
 ) -> None:
     detector = DeathDetector()
     members = [member(1, interrupted), member(2), member(3)]

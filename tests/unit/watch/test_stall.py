@@ -427,7 +427,7 @@ def test_a_notice_is_not_repeated_for_a_pause_like_the_one_before() -> None:
 def test_a_wait_on_another_node_is_looked_at_after_ten_seconds() -> None:
     detector = StallDetector(Settings())
     members = [member(1), member(2)]
-    elsewhere = [stall_module.Wait(100 * S, -1, "collective")]
+    elsewhere = [stall_module.OpenWait(100 * S, -1, "collective")]
     assert detector.update(members, elsewhere, 104 * S) is None and detector.stall is None
     assert detector.update(members, elsewhere, 106 * S) is None and detector.stall is not None
     check = detector.update(members, elsewhere, 111 * S)
@@ -438,7 +438,7 @@ def test_a_wait_on_another_node_is_taken_for_one_in_the_place_where_ranks_wait_h
     detector = StallDetector(Settings())
     members = [member(1, since_s=100.0), member(2)]
     waiting = [wait._replace(limit_s=30.0) for wait in waits(members)]
-    waiting.append(stall_module.Wait(100 * S, -1, "collective"))
+    waiting.append(stall_module.OpenWait(100 * S, -1, "collective"))
     assert detector.update(members, waiting, 112 * S) is None and detector.stall is None
     assert detector.update(members, waiting, 119 * S) is None and detector.stall is not None
     assert detector.update(members, waiting, 131 * S) is not None

@@ -15,7 +15,7 @@ from commlens.config import Settings
 from commlens.errors import FormatError
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import RankLog
-from commlens.watch.stall import Wait
+from commlens.watch.stall import OpenWait
 from commlens.watch.stall_limit import FACTOR, FLOOR_S, StallLimit
 
 
@@ -62,7 +62,7 @@ class Rank:
 def follow(limit: StallLimit, rank: Rank, at_s: float, **options: int) -> float:
     """Returns the limit of the rank's wait; 0 if it is not known."""
     limit.follow([rank], int(at_s * S), **options)  # type: ignore[list-item]
-    [wait] = limit.applied([Wait(0, rank.pid, "collective")])
+    [wait] = limit.applied([OpenWait(0, rank.pid, "collective")])
     return wait.limit_s
 
 

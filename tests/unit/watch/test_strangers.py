@@ -23,7 +23,7 @@ from commlens.model.collective import (
 )
 from commlens.watch import strangers
 from commlens.watch.strangers import (
-    Meeting,
+    JobMeeting,
     find_strangers,
     meeting_of,
     unrecorded_lines,
@@ -62,7 +62,7 @@ def test_found_by_its_environment(run: Any) -> None:
     lightning = run(LOCAL_RANK="2", MASTER_PORT=PORT)
     run(RANK="1", MASTER_PORT="1")
     run(MASTER_PORT=PORT)
-    meeting = Meeting("127.0.0.1", PORT, 3, 0)
+    meeting = JobMeeting("127.0.0.1", PORT, 3, 0)
     eventually(
         lambda: (
             len(strangers.process.children(rank)) == 1
@@ -78,13 +78,13 @@ def test_found_by_its_environment(run: Any) -> None:
     other_node = run(RANK="1", MASTER_PORT=OTHER_PORT, GROUP_RANK="1")
     eventually(lambda: "GROUP_RANK" in strangers.process.environment(other_node))
     assert (
-        find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "", "")), {0}, restart=0)
+        find_strangers(JobMeeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "", "")), {0}, restart=0)
         == []
     )
     assert (
         len(
             find_strangers(
-                Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "", "")), {0}, restart=0
+                JobMeeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "", "")), {0}, restart=0
             )
         )
         == 1
@@ -96,9 +96,10 @@ def test_a_job_that_meets_on_another_host(run: Any) -> None:
     pid = run(RANK="1", MASTER_ADDR="node1", MASTER_PORT=OTHER_PORT)
     eventually(lambda: "MASTER_ADDR" in strangers.process.environment(pid))
     assert [
-        worker.pid for worker in find_strangers(Meeting("node1", OTHER_PORT, 3, 0), {0}, restart=0)
+        worker.pid
+        for worker in find_strangers(JobMeeting("node1", OTHER_PORT, 3, 0), {0}, restart=0)
     ] == [pid]
-    assert find_strangers(Meeting("node2", OTHER_PORT, 3, 0), {0}, restart=0) == []
+    assert find_strangers(JobMeeting("node2", OTHER_PORT, 3, 0), {0}, restart=0) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def member(rank: int, pid: int, *, place: str = "", size: int = 3) -> Any:
 
 def test_where_the_ranks_meet(run: Any) -> None:
     known = member(0, os.getpid(), place="tcp://localhost:29511")
-    assert meeting_of([known]) == Meeting("localhost", "29511", 3, 0)
+    assert meeting_of([known]) == JobMeeting("localhost", "29511", 3, 0)
     assert meeting_of([member(0, os.getpid(), place="file:///tmp/x")]) is None
 
 

@@ -81,7 +81,7 @@ class Astray(NamedTuple):
 
 
 @dataclass
-class Mismatch:
+class RecordMismatch:
     """Ranks that disagree under one sequence number of a channel, or a rank that is out of step
     from that number on.
     """
@@ -134,7 +134,7 @@ class Mismatch:
         return any(op.state is not State.COMPLETED for op in self.ops.values())
 
 
-def align_records(job: JobIndex) -> list[Mismatch]:
+def align_records(job: JobIndex) -> list[RecordMismatch]:
     """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the
     order of the logs.
     """
@@ -165,7 +165,7 @@ def _continued(view: RankView, op: Collective) -> bool:
 # --- collectives
 
 
-def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
+def _align_channel(job: JobIndex, key: ChannelKey) -> list[RecordMismatch]:
     """Return the channel's mismatches by sequence number, up to the first rank out of step."""
     tracks = job.tracks_on(key)
     if len(tracks) < 2:
@@ -185,12 +185,12 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
 
 def _disagreements(
     job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]
-) -> list[Mismatch]:
+) -> list[RecordMismatch]:
     """Return the collectives that the ranks disagree on, up to the first disagreement that hangs
     them.
     """
     comparison = _Comparison(tracks, key[2], splits_known=not job.foreign)
-    mismatches: list[Mismatch] = []
+    mismatches: list[RecordMismatch] = []
     for number in _numbers_to_compare(job, tracks, shifts):
         met = _ops_at(tracks, number)
         answer = comparison.compare(number, met) if len(met) > 1 else None
@@ -287,10 +287,10 @@ def _disagreement(
     met: Mapping[int, Collective],
     answer: Disagree,
     shifts: Sequence[Shift],
-) -> Mismatch:
+) -> RecordMismatch:
     racing = _racing(job, key, number, met, answer)
     completed = all(op.state is State.COMPLETED for op in met.values())
-    mismatch = Mismatch(
+    mismatch = RecordMismatch(
         key,
         job.channels[key],
         number,
@@ -307,7 +307,9 @@ def _disagreement(
     return mismatch
 
 
-def _blame(job: JobIndex, mismatch: Mismatch, answer: Disagree, here: Sequence[Shift]) -> None:
+def _blame(
+    job: JobIndex, mismatch: RecordMismatch, answer: Disagree, here: Sequence[Shift]
+) -> None:
     """Decide which ranks are to blame for a disagreement, and whether they are out of step.
 
     Args:
@@ -494,7 +496,7 @@ def _is_inside(op: Collective, at_ns: int) -> bool:
     return any(began <= at_ns and (not ended or at_ns < ended) for began, ended in spans)
 
 
-def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:
+def _departure(job: JobIndex, mismatch: RecordMismatch, answer: Disagree) -> Departure:
     """Return whether the culprits skipped the collective of the others, or issued an extra one;
     empty if they differ.
     """
@@ -516,7 +518,7 @@ def _out_of_step(
     tracks: Mapping[int, Track],
     shifts: Sequence[Shift],
     first: Shift,
-) -> Mismatch:
+) -> RecordMismatch:
     """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those
     of the others there.
     """
@@ -526,7 +528,9 @@ def _out_of_step(
         sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
     )
     by: BlamedBy = "undecided" if tie else "majority"
-    mismatch = Mismatch(key, job.channels[key], first.number, ops, None, culprits, by, shift=first)
+    mismatch = RecordMismatch(
+        key, job.channels[key], first.number, ops, None, culprits, by, shift=first
+    )
     mismatch.departure = "" if tie else first.departure
     mismatch.silent = not any(track.open for track in tracks.values())
     return mismatch
@@ -543,7 +547,7 @@ def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
     return False
 
 
-def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
+def _count_as_repeat(mismatches: Sequence[RecordMismatch], later: RecordMismatch) -> bool:
     """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one
     finding.
     """
@@ -554,7 +558,7 @@ def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
     return False
 
 
-def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
+def _is_repeat(earlier: RecordMismatch, later: RecordMismatch) -> bool:
     if earlier.answer is None or later.answer is None or earlier.shift is not None:
         return False
     # On a tie, a rank leaves its routine only the first time: from then on, the wrong collective is
@@ -573,7 +577,7 @@ def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
 # --- point to point
 
 
-def _pair_mismatches(job: JobIndex) -> Iterator[Mismatch]:
+def _pair_mismatches(job: JobIndex) -> Iterator[RecordMismatch]:
     """Yield the first message of each pair of ranks whose send and receive disagree."""
     for sender, receiver, pairs in _met_messages(job):
         for send, recv in pairs:
@@ -585,11 +589,11 @@ def _pair_mismatches(job: JobIndex) -> Iterator[Mismatch]:
 
 def _pair_mismatch(
     job: JobIndex, sent: tuple[int, Collective], received: tuple[int, Collective], answer: Disagree
-) -> Mismatch:
+) -> RecordMismatch:
     (sender, send), (receiver, recv) = sent, received
     key, ops = send.channel.key, {sender: send, receiver: recv}
     decision = by_routine([[sender], [receiver]], ranks_off_routine(job, ops)) or UNDECIDED
-    mismatch = Mismatch(
+    mismatch = RecordMismatch(
         key,
         job.channels[key],
         send.sequence_number,

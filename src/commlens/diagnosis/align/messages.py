@@ -14,8 +14,8 @@ from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.align.alignment import (
     Astray,
-    Mismatch,
     PartingTags,
+    RecordMismatch,
     UsualDistance,
     UsualPeer,
     from_any,
@@ -147,13 +147,13 @@ _MESSAGES_MAX = 256  # of a ring of thousands of ranks, each has one that is stu
 _OTHERS_MAX = 16  # ranks whose distances are compared
 
 
-def find_astray(job: JobIndex) -> list[Mismatch]:
+def find_astray(job: JobIndex) -> list[RecordMismatch]:
     """Return a mismatch for each send or receive that is stuck because its message went astray.
     Only for black boxes.
     """
     if job.foreign:
         return []
-    found: dict[tuple[int, int], Mismatch] = {}
+    found: dict[tuple[int, int], RecordMismatch] = {}
     for view, op in islice(_stuck_messages(job), _MESSAGES_MAX):
         mismatch = _astray(job, view, op)
         if mismatch is not None and mismatch.pair is not None:
@@ -176,7 +176,7 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
                 )
 
 
-def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
+def _astray(job: JobIndex, view: RankView, op: Collective) -> RecordMismatch | None:
     assert op.peer is not None
     other, key, sends = job.views[op.peer], op.channel.key, op.op == "send"
     pair = (view, other) if sends else (other, view)
@@ -202,7 +202,7 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
 
 def _sent_elsewhere(
     job: JobIndex, sender: RankView, receiver: RankView, recv: Collective
-) -> Mismatch | None:
+) -> RecordMismatch | None:
     """Return the mismatch of a receive whose message was sent to a rank that does not receive
     it.
     """
@@ -236,7 +236,7 @@ def _unmatched(
 
 def _other_tag(
     job: JobIndex, sender: RankView, receiver: RankView, send: Collective, recv: Collective
-) -> Mismatch | None:
+) -> RecordMismatch | None:
     """Return the mismatch of a send and a receive whose tags do not meet; blame the side that
     leaves the order of the tags.
     """
@@ -363,7 +363,7 @@ def _to_wrong_rank(
     receiver: RankView,
     recv: Collective,
     reason: UsualPeer | UsualDistance | None,
-) -> Mismatch:
+) -> RecordMismatch:
     astray = Astray("wrong-destination", reason)
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), (sender.rank,), astray)
 
@@ -374,12 +374,12 @@ def _mismatch(
     received: tuple[int, Collective],
     culprits: tuple[int, ...],
     astray: Astray,
-) -> Mismatch:
+) -> RecordMismatch:
     (sender, send), (receiver, recv) = sent, received
     parties = (Party((sender,), "sends"), Party((receiver,), "receives"))
     answer = Disagree("p2p", Severity.ILLEGAL, culprits, parties, detail="")
     key, ops = recv.channel.key, {sender: send, receiver: recv}
-    return Mismatch(
+    return RecordMismatch(
         key,
         job.channels[key],
         recv.sequence_number,

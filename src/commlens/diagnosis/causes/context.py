@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.align.alignment import RecordMismatch
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, WaitNode
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.activity import Activity
-from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
+from commlens.diagnosis.index.job_index import BlockedThread, JobIndex, RankView
 from commlens.matching.error_texts import is_timeout
 from commlens.model.cause import (
     Cause,
@@ -41,7 +41,7 @@ class Case(Generic[C]):
     ops: Mapping[int, Collective] = field(default_factory=dict)  # by rank
     weight: int = 0  # number of ranks that wait because of it; 0: as many as are blocked
     order: tuple[int, ...] = ()  # deterministic, earliest first
-    mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
+    mismatch: RecordMismatch | None = None  # on which ranks disagree or are out of step
 
     def __post_init__(self) -> None:
         """Sort the ranks."""
@@ -55,13 +55,13 @@ class Context:
     them so far.
     """
 
-    def __init__(self, job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> None:
+    def __init__(self, job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> None:
         self.job = job
         self.mismatches = mismatches
         self.graph = graph
         self.cases: list[Case[Any]] = []
 
-    def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
+    def blocked_by(self, nodes: Iterable[WaitNode]) -> list[int]:
         """Return the ranks whose wait ends at one of these nodes."""
         return sorted({node.rank for node in self.graph.reaching(nodes) if node.kind == "wait"})
 
@@ -106,7 +106,7 @@ class Context:
         """
         return {block.how for block in self._blocks(ranks)} == {"unknown"}
 
-    def _blocks(self, ranks: Iterable[int]) -> list[Block]:
+    def _blocks(self, ranks: Iterable[int]) -> list[BlockedThread]:
         return [
             block
             for rank in ranks

@@ -31,7 +31,7 @@ from commlens.diagnosis.causes.context import (
 )
 from commlens.diagnosis.causes.groups_differ import calls_that_differ
 from commlens.diagnosis.causes.messages import fewer_issued, find_recomputed
-from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
+from commlens.diagnosis.graph.wait_graph import Edge, WaitNode, shortest_cycle
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import (
     BlamedBy,
@@ -58,7 +58,7 @@ Departures = dict[int, tuple[Collective, Collective | None]]
 """By rank: the op with which it leaves the usual order, and the op that it, or else the others,
 used to issue in its place.
 """
-Path = list[tuple[Node, Node, Edge]]
+Path = list[tuple[WaitNode, WaitNode, Edge]]
 
 
 class Unmet(NamedTuple):
@@ -90,7 +90,7 @@ def find_cycles(context: Context) -> None:
             _add_cycle(context, path, [node for node in component if node.kind == "wait"])
 
 
-def _add_cycle(context: Context, path: Path, waits: list[Node]) -> None:
+def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     ranks = sorted({node.rank for node in waits})
     ops = {node.rank: context.graph.blocks[node].op for node in waits}
     recomputed = _recomputed(context, path)
@@ -202,7 +202,7 @@ def _unmet_as_data(unmet: Unmet) -> UnmetMessage:
 
 
 def _departures(
-    context: Context, waits: list[Node], ranks: list[int]
+    context: Context, waits: list[WaitNode], ranks: list[int]
 ) -> tuple[Departures, BlamedBy]:
     """Return the ranks that leave the order of most of their peers; else those that leave their own
     routine; else none.
@@ -252,7 +252,7 @@ def _unmet_message(context: Context, path: Path) -> Unmet | None:
     return None
 
 
-def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
+def find_departures(context: Context, sinks: list[WaitNode]) -> list[WaitNode]:
     """Find ranks of other tools' dumps that moved on to another collective than usual, while they
     are awaited in the usual one.
 
@@ -263,8 +263,8 @@ def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
     Returns:
         The nodes that this does not explain.
     """
-    others: list[Node] = []
-    found: dict[tuple[int, ...], tuple[Departures, list[Node]]] = {}
+    others: list[WaitNode] = []
+    found: dict[tuple[int, ...], tuple[Departures, list[WaitNode]]] = {}
     for node in sinks:
         departures = _departed_before(context, node) if _is_undated(context, node) else {}
         if departures:
@@ -276,7 +276,7 @@ def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
     return others
 
 
-def _is_undated(context: Context, node: Node) -> bool:
+def _is_undated(context: Context, node: WaitNode) -> bool:
     """Return whether a node is an absent rank whose dump does not tell when it was taken."""
     view = context.job.views.get(node.rank)
     if view is None or view.dump is None or node.kind not in ("absent", "no-record", "elsewhere"):
@@ -284,7 +284,7 @@ def _is_undated(context: Context, node: Node) -> bool:
     return not (view.log.captured_ns or view.died or view.lost_newest)
 
 
-def _departed_before(context: Context, absent: Node) -> Departures:
+def _departed_before(context: Context, absent: WaitNode) -> Departures:
     """Return the ranks that left their routine for the collective in which they wait, and in which
     others wait for the absent rank.
     """
@@ -320,7 +320,7 @@ def _is_awaited_elsewhere(
     return usual.channel.key != head.channel.key and usual.channel.key in awaited
 
 
-def _add_departure(context: Context, departures: Departures, absent: list[Node]) -> None:
+def _add_departure(context: Context, departures: Departures, absent: list[WaitNode]) -> None:
     culprits = sorted(departures)
     op = departures[culprits[0]][0]
     blocked = sorted({*context.blocked_by(absent)} - set(culprits))

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.causes.context import Case, Context, most_waited, processes_of, waits_of
-from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.process_exit import How, ProcessExit
 from commlens.matching.error_texts import distance_to_cause, refused_address
@@ -57,7 +57,7 @@ def is_absorbed(context: Context, rank: int) -> bool:
     )
 
 
-def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
+def _reached(context: Context, rank: int, mismatch: RecordMismatch) -> bool:
     if mismatch.pair is not None:
         return rank in mismatch.ops
     track = context.job.views[rank].tracks.get(mismatch.key)
@@ -69,7 +69,7 @@ def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
 
 
 def find_deaths(
-    context: Context, sinks: dict[int, Node], *, told: frozenset[int] = frozenset()
+    context: Context, sinks: dict[int, WaitNode], *, told: frozenset[int] = frozenset()
 ) -> None:
     """Find the ranks that ended. Those that did so in the same way, but for the numbers in their
     errors, are one cause.
@@ -99,7 +99,7 @@ def find_deaths(
 
 
 def _groups(
-    context: Context, sinks: Mapping[int, Node], told: frozenset[int]
+    context: Context, sinks: Mapping[int, WaitNode], told: frozenset[int]
 ) -> dict[_Alike, list[int]]:
     """Return the ranks that ended, those that did so in the same way together."""
     groups: dict[_Alike, list[int]] = defaultdict(list)
@@ -126,7 +126,7 @@ def _alike(end: ProcessExit) -> _Alike:
 
 
 def _keep_the_first(
-    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, Node]
+    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
 ) -> None:
     """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody
     saw in which order they ended.
@@ -160,7 +160,7 @@ def _named_by_refusals(context: Context) -> set[int]:
     }
 
 
-def _waiting_for(context: Context, ranks: list[int], sinks: Mapping[int, Node]) -> set[int]:
+def _waiting_for(context: Context, ranks: list[int], sinks: Mapping[int, WaitNode]) -> set[int]:
     """Return the ranks that wait for one of these."""
     nodes = [sinks[rank] for rank in ranks if rank in sinks]
     return {edge.rank for edge in context.graph.edges_into_all(nodes)}
@@ -178,7 +178,7 @@ def _ended_first(context: Context, gone: list[int]) -> list[int]:
     ]
 
 
-def _is_missed(context: Context, node: Node | None) -> bool:
+def _is_missed(context: Context, node: WaitNode | None) -> bool:
     """Return whether others wait for a rank that is gone. Otherwise, it may have ended well: nobody
     saw how.
     """
@@ -195,7 +195,7 @@ def _is_missed(context: Context, node: Node | None) -> bool:
 
 
 def _add_death(
-    context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool
+    context: Context, ranks: list[int], nodes: list[WaitNode], moment: int, *, root_cause: bool
 ) -> None:
     view = context.job.views[ranks[0]]
     edges = context.graph.edges_into_all(nodes)

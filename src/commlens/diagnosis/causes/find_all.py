@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.causes.circumstances import (
     add_compiler,
     add_init_meetings,
@@ -40,12 +40,12 @@ from commlens.diagnosis.causes.unrecorded import (
     find_unwritten,
 )
 from commlens.diagnosis.causes.whole_job import find_fewer, find_motionless
-from commlens.diagnosis.graph.wait_graph import Graph, Node
+from commlens.diagnosis.graph.wait_graph import Graph, WaitNode
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import Cause, ToldByErrors
 
 
-def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context:
+def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> Context:
     """Find all causes. The cases are sorted: root causes first, by the number of ranks that they
     block.
     """
@@ -77,7 +77,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> Context
     return context
 
 
-def _find_what_blocks(context: Context, sinks: Sequence[Node]) -> None:
+def _find_what_blocks(context: Context, sinks: Sequence[WaitNode]) -> None:
     """Find what the ranks wait for, and what they disagree on."""
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     dead = {node.rank: node for node in sinks if node.kind == "dead"}
@@ -93,7 +93,7 @@ def _find_what_blocks(context: Context, sinks: Sequence[Node]) -> None:
     find_unrecorded(context, [node for node in left if node.kind in ("no-record", "elsewhere")])
 
 
-def _find_stuck(context: Context, sinks: Sequence[Node]) -> None:
+def _find_stuck(context: Context, sinks: Sequence[WaitNode]) -> None:
     job, graph = context.job, context.graph
     stuck = [node for node in sinks if not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any cause

@@ -145,7 +145,7 @@ class _Scene:
     began_ns: int  # Unix ns
 
 
-class _Place(NamedTuple):
+class _NodePart(NamedTuple):
     """The ranks that a part of a node belongs to."""
 
     ranks: list[int]
@@ -202,7 +202,7 @@ def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_node
 
 
 def _seen(
-    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, place: _Place
+    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, place: _NodePart
 ) -> Hardware | None:
     if not set(cause.ranks) & set(place.ranks):
         return None
@@ -218,7 +218,7 @@ def _seen(
     )
 
 
-def _lasts(node: Node, place: _Place, event: HealthEvent, *, is_recent: bool) -> bool:
+def _lasts(node: Node, place: _NodePart, event: HealthEvent, *, is_recent: bool) -> bool:
     """Return whether what happened is still so: the part did not recover, or cannot.
 
     After an error long ago, a GPU that the driver still lists may have gone on.
@@ -315,47 +315,49 @@ def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:
     return comparable > 1 and found > comparable / 2
 
 
-def _place(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _Place | None:
+def _place(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _NodePart | None:
     """Return the ranks that an event of a node concerns; None if it is of a part that the job does
     not use.
     """
     named = [rank for rank, place in node.places.items() if event.pid and place.pid == event.pid]
     if named:
-        return _Place(named, own=True, known=True)
+        return _NodePart(named, own=True, known=True)
     if event.part in node.health.networks or event.fault.startswith("network"):
         return _network_place(node, event.part) if spans_nodes else None
     if event.what in _GPU or event.what in _PCIE:
         return _gpu_place(node, event)
     if event.what == "swapping":
         return _swapped_place(node)
-    return _Place(sorted(node.places), own=False, known=True)
+    return _NodePart(sorted(node.places), own=False, known=True)
 
 
-def _swapped_place(node: Node) -> _Place | None:
+def _swapped_place(node: Node) -> _NodePart | None:
     """Return the ranks whose own memory is swapped out: that of other processes is their affair."""
     ranks = [rank for rank, place in node.places.items() if place.swapped_bytes >= _SWAPPED_BYTES]
-    return _Place(sorted(ranks), own=len(ranks) < len(node.places), known=True) if ranks else None
+    return (
+        _NodePart(sorted(ranks), own=len(ranks) < len(node.places), known=True) if ranks else None
+    )
 
 
-def _network_place(node: Node, part: str) -> _Place | None:
+def _network_place(node: Node, part: str) -> _NodePart | None:
     known = node.health.networks
     if known and part not in (*known, "tcp"):
         return None
-    return _Place(sorted(node.places), own=False, known=bool(known))
+    return _NodePart(sorted(node.places), own=False, known=bool(known))
 
 
-def _gpu_place(node: Node, event: HealthEvent) -> _Place | None:
+def _gpu_place(node: Node, event: HealthEvent) -> _NodePart | None:
     here = sorted(node.places)
     owners = [rank for rank, place in node.places.items() if place.gpu == event.part]
     if owners:
-        return _Place(owners, own=len(owners) < len(here) or len(here) == 1, known=True)
+        return _NodePart(owners, own=len(owners) < len(here) or len(here) == 1, known=True)
     may_be_ours = event.what in _GPU and not node.gpus_known
-    return _Place(here, own=False, known=False) if may_be_ours else None
+    return _NodePart(here, own=False, known=False) if may_be_ours else None
 
 
 def _placed(
     nodes: Sequence[Node], *, spans_nodes: bool
-) -> Iterator[tuple[Node, HealthEvent, _Place]]:
+) -> Iterator[tuple[Node, HealthEvent, _NodePart]]:
     """Yield the changes that did not happen everywhere, with the part that changed."""
     everywhere = _everywhere(nodes)
     for node in nodes:
@@ -375,7 +377,7 @@ def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
 
 
 def _fitting(
-    context: Context, scene: _Scene, node: Node, event: HealthEvent, place: _Place
+    context: Context, scene: _Scene, node: Node, event: HealthEvent, place: _NodePart
 ) -> Hardware | None:
     """Return a change if it fits a fault."""
     if not scene.began_ns or not scene.ranks & set(place.ranks):
@@ -392,7 +394,7 @@ def _fitting(
     return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, place.own)
 
 
-def _can_explain(cause: StuckInside | Missing | Dead, place: _Place, event: HealthEvent) -> bool:
+def _can_explain(cause: StuckInside | Missing | Dead, place: _NodePart, event: HealthEvent) -> bool:
     """Return whether an event can have such an effect."""
     return (
         event.what in _EXPLAINS[type(cause)]
@@ -401,7 +403,7 @@ def _can_explain(cause: StuckInside | Missing | Dead, place: _Place, event: Heal
     )
 
 
-def _fits_cause(cause: StuckInside | Missing | Dead, place: _Place, event: HealthEvent) -> bool:
+def _fits_cause(cause: StuckInside | Missing | Dead, place: _NodePart, event: HealthEvent) -> bool:
     """Return whether ranks did what an event of this kind can explain.
 
     A rank that died was killed for memory only if the kernel says so of its own process. One that

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis.align.messages import Taken, find_taken
 from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
-from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.model.cause import NoSuchPeer, Recomputed, TakenMessage
@@ -44,7 +44,7 @@ def find_taken_messages(context: Context) -> set[int]:
     return explained
 
 
-def _is_for_ever(context: Context, node: Node, sender: int) -> bool:
+def _is_for_ever(context: Context, node: WaitNode, sender: int) -> bool:
     """Return whether nothing can end the wait: it leads in a circle, or to a sender that ended
     well.
     """
@@ -52,21 +52,21 @@ def _is_for_ever(context: Context, node: Node, sender: int) -> bool:
     seen, todo = {node}, [node]
     while todo:
         here = todo.pop()
-        if not edges[here] and here != Node("absent", sender):
+        if not edges[here] and here != WaitNode("absent", sender):
             return False
         for target in edges[here]:
             if target not in seen:
                 seen.add(target)
                 todo.append(target)
     ended = context.job.views[sender].exit.kind == "clean"
-    return ended or Node("absent", sender) not in seen
+    return ended or WaitNode("absent", sender) not in seen
 
 
-def _leads_to(context: Context, ring: list[Node], node: Node) -> bool:
+def _leads_to(context: Context, ring: list[WaitNode], node: WaitNode) -> bool:
     return node in ring or not context.graph.reaching([node]).isdisjoint(ring)
 
 
-def _add_taken(context: Context, node: Node, taken: Taken) -> None:
+def _add_taken(context: Context, node: WaitNode, taken: Taken) -> None:
     receive = taken.receive
     blocked = [rank for rank in context.blocked_by([node]) if rank != node.rank]
     cause = TakenMessage(

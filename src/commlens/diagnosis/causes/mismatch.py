@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from commlens.diagnosis.align.alignment import Mismatch, Race
+from commlens.diagnosis.align.alignment import Race, RecordMismatch
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.out_of_step import SwappedOrder, find_swapped_orders, steps_ahead
 from commlens.diagnosis.align.routine import RANKS_MAX, and_then, count_rounds
 from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
-from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Aspect
 from commlens.model.cause import (
@@ -53,7 +53,7 @@ class MismatchCase(Case[MismatchCause]):
     first suspect, or what a rank out of step skipped or added.
     """
 
-    mismatch: Mismatch
+    mismatch: RecordMismatch
     own: Collective  # of the first suspect that has a record
     suspects: list[int]  # the culprits; on a tie, all ranks that met
     usual: Collective | None  # what the first rank that is no suspect issued instead
@@ -62,7 +62,7 @@ class MismatchCase(Case[MismatchCause]):
     alike: list[MismatchCase] = field(default_factory=list)  # ties that are the same fault
 
 
-def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
+def find_mismatches(context: Context, sinks: dict[int, WaitNode]) -> None:
     """Add a cause for each mismatch, also for those that block no rank. Ties between the same lines
     are one fault, and share a cause.
 
@@ -101,7 +101,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         context.cases.append(case)
 
 
-def _order(mismatch: Mismatch) -> tuple[int, ...]:
+def _order(mismatch: RecordMismatch) -> tuple[int, ...]:
     """Return a sort key: the mismatch whose culprit issued its collective earliest comes first."""
     first = min(
         (mismatch.ops[rank].index for rank in mismatch.culprits if rank in mismatch.ops), default=0
@@ -118,7 +118,7 @@ def _key_of_tie(case: MismatchCase) -> Hashable:
     return case.cause.kind, case.mismatch.astray is None, lines
 
 
-def _case(context: Context, mismatch: Mismatch, blocked: Sequence[int]) -> MismatchCase:
+def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) -> MismatchCase:
     views, suspects, op = context.job.views, sorted(mismatch.culprits), _odd_op(mismatch)
     others = mismatch.others
     usual = mismatch.ops[others[0]] if others else None
@@ -150,7 +150,7 @@ def _case(context: Context, mismatch: Mismatch, blocked: Sequence[int]) -> Misma
     )
 
 
-def _has_gone_on(view: RankView | None, mismatch: Mismatch) -> bool:
+def _has_gone_on(view: RankView | None, mismatch: RecordMismatch) -> bool:
     """Return whether the group's progress on a rank without a record tells that it completed it."""
     status = view.dump.status if view is not None and view.dump is not None else {}
     return status.get(mismatch.key[1], (0, 0, 0))[2] >= mismatch.number
@@ -168,7 +168,7 @@ def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -
     return next((one for one in told if one.went_on), None)
 
 
-def _cause(mismatch: Mismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
+def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
     answer, shift = mismatch.answer, mismatch.shift
     confidence, doubt = _confidence(mismatch)
     return MismatchCause(
@@ -194,7 +194,9 @@ def _cause(mismatch: Mismatch, suspects: list[int], victims: set[int]) -> Mismat
     )
 
 
-def _add_race(context: Context, mismatch: Mismatch, race: Race, blocked: Sequence[int]) -> None:
+def _add_race(
+    context: Context, mismatch: RecordMismatch, race: Race, blocked: Sequence[int]
+) -> None:
     """Add a race of two threads on each rank, whose collectives come in any order: no rank is to
     blame.
     """
@@ -241,7 +243,7 @@ def _thread_name(context: Context, op: Collective) -> str:
     return next((each.name for each in stacks if each.thread == op.issue_thread), "")
 
 
-def _issued(mismatch: Mismatch) -> list[Issued]:
+def _issued(mismatch: RecordMismatch) -> list[Issued]:
     """Return the collectives that the ranks issued. Ranks that issued the same one at the same line
     share an entry.
     """
@@ -258,12 +260,12 @@ def _arguments(op: Collective) -> Arguments:
     return Arguments(args.payload, args.reduce_op, args.root, args.input_splits, args.output_splits)
 
 
-def _not_seen(mismatch: Mismatch) -> list[int]:
+def _not_seen(mismatch: RecordMismatch) -> list[int]:
     """Return the ranks of the group that have no record of this collective."""
     return sorted(set(mismatch.key[2]) - set(mismatch.ops)) if mismatch.pair is None else []
 
 
-def _failed(context: Context, mismatch: Mismatch) -> list[int]:
+def _failed(context: Context, mismatch: RecordMismatch) -> list[int]:
     """Return the ranks of the group whose processes failed; none if no rank hangs because of it."""
     views = context.job.views
     if mismatch.silent:
@@ -283,7 +285,7 @@ def _ended_by_it(context: Context, ranks: Iterable[int]) -> list[int]:
     ]
 
 
-def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, Path]:
+def _paths(context: Context, mismatch: RecordMismatch, op: Collective) -> tuple[Path, Path]:
     """Return the call paths of the first culprit and of the others, from where they part."""
     culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
     other = next(iter(mismatch.others), None)
@@ -295,7 +297,7 @@ def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, 
     return part(context.job, culprit, op, other, usual)
 
 
-def _odd_op(mismatch: Mismatch) -> Collective:
+def _odd_op(mismatch: RecordMismatch) -> Collective:
     """Return the record of the first culprit that has one; if none has, of the first rank."""
     return next(
         (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
@@ -312,12 +314,12 @@ def _has_been_there(view: RankView | None, op: Collective) -> bool:
     )
 
 
-def has_one_side(mismatch: Mismatch) -> bool:
+def has_one_side(mismatch: RecordMismatch) -> bool:
     """Return whether only the sum over all ranks is wrong, so that there are no sides."""
     return mismatch.answer is not None and len(mismatch.answer.parties) == 1
 
 
-def _confidence(mismatch: Mismatch) -> tuple[Confidence, MismatchDoubt | None]:
+def _confidence(mismatch: RecordMismatch) -> tuple[Confidence, MismatchDoubt | None]:
     """Return the confidence, and the doubt that limits it."""
     if mismatch.uncertain:
         return "low", "order-of-threads"

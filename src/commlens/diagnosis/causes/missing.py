@@ -28,7 +28,7 @@ from commlens.diagnosis.causes.context import (
     waits_of,
 )
 from commlens.diagnosis.causes.messages import find_recomputed
-from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.diagnosis.index.activity import Activity, is_locked_out, longest_gap_ns
 from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
@@ -112,11 +112,11 @@ class WorkingCase(Case[Working]):
     absence: Absence
 
 
-def find_missing(context: Context, nodes: list[Node]) -> None:
+def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     """Find the ranks that others wait for. Ranks that do the same while others wait for them in
     the same collective share a cause.
     """
-    groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
     activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
     # receives from any source whose message one of these ranks may still send
@@ -141,7 +141,7 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
             _add_missing(context, absence)
 
 
-def _may_arrive(context: Context, node: Node, doing: Activity) -> bool:
+def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
     """Return whether an absent rank works, and may still arrive."""
     return (
         doing.works
@@ -150,7 +150,7 @@ def _may_arrive(context: Context, node: Node, doing: Activity) -> bool:
     )
 
 
-def _absence(context: Context, members: Sequence[tuple[Node, Activity]]) -> Absence:
+def _absence(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
     absent = [node for node, _ in members]
     edges = context.graph.edges_into_all(absent)
     edge = most_waited(edges)
@@ -180,7 +180,7 @@ def _is_wait_over(doing: Activity, edges: Iterable[Edge]) -> bool:
     )
 
 
-def _works_too_long(context: Context, node: Node, doing: Activity) -> bool:
+def _works_too_long(context: Context, node: WaitNode, doing: Activity) -> bool:
     """Return whether a rank has worked for so long while others wait that it may never arrive: it
     may be in an endless loop.
     """
@@ -206,7 +206,7 @@ def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
     return max(timeouts * context.job.stall_timeout_ns, _LONGER_THAN_BEFORE * longest_gap_ns(log))
 
 
-def _add_working(context: Context, absence: Absence, first: Node) -> None:
+def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
     ranks, doing = absence.ranks, absence.doing
     patience = _patience_ns(context, ranks[0], doing)
     cause = Working(

@@ -19,7 +19,7 @@ from commlens.model.cause import Slow as SlowCause
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
-from commlens.speed.pace import MIN_COST, Slow, find_waits
+from commlens.speed.pace import MIN_COST, SlowRanks, find_waits
 
 _NS: Final = 1e-9
 
@@ -36,7 +36,7 @@ class StragglerCase(Case[Straggler]):
 
 
 def find_straggler(
-    slow: Slow,
+    slow: SlowRanks,
     logs: Sequence[RankLog],
     profiles: Mapping[int, Mapping[Stack, int]],
     compared: Iterable[int],
@@ -81,13 +81,15 @@ def find_straggler(
     )
 
 
-def _only_node(slow: Slow, logs: Sequence[RankLog], others: Sequence[int]) -> str:
+def _only_node(slow: SlowRanks, logs: Sequence[RankLog], others: Sequence[int]) -> str:
     """Return the node whose ranks alone were compared; empty if those of all nodes were."""
     part = logs[0].world_size > len({*others, *slow.ranks})
     return logs[0].host if part and len({log.host for log in logs}) == 1 else ""
 
 
-def _what_holds_back(slow: Slow, logs: Sequence[RankLog]) -> tuple[Why, float] | tuple[None, None]:
+def _what_holds_back(
+    slow: SlowRanks, logs: Sequence[RankLog]
+) -> tuple[Why, float] | tuple[None, None]:
     """Return why slow ranks could not run, and for which share of the time; None if their
     processes do not show it.
     """
@@ -114,7 +116,7 @@ def _phase_of(after: Collective, before: Collective) -> Phase | None:
 
 
 def _find_stretch(
-    slow: Slow, logs: Sequence[RankLog]
+    slow: SlowRanks, logs: Sequence[RankLog]
 ) -> tuple[SlowStretch, tuple[Collective, Collective]] | tuple[None, None]:
     """Return the stretch between two collectives in which the slow ranks spend most time more than
     the others, if it makes up for a good part of the time lost, and the collectives.
@@ -174,7 +176,7 @@ def _is_in(op: Collective, *parts: str) -> bool:
 
 
 def _find_hot_line(
-    slow: Slow, profiles: Mapping[int, Mapping[Stack, int]]
+    slow: SlowRanks, profiles: Mapping[int, Mapping[Stack, int]]
 ) -> tuple[HotLine | None, Stack]:
     """Return the line in which the first slow rank spends most time more than another rank, and an
     example of its stacks there; none if the other rank spends nearly as much time there.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from commlens.diagnosis.causes.context import Case, Context, doing_of, op_at, waits_of
-from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import JobIndex, RankView
@@ -30,7 +30,7 @@ log lines never tell the dtype.
 """
 
 
-class Meeting(NamedTuple):
+class EnteredOp(NamedTuple):
     """A collective or message that all its ranks have entered."""
 
     instance: Instance
@@ -45,11 +45,11 @@ class Meeting(NamedTuple):
 class StuckCase(Case[StuckInside]):
     """Ranks inside of one collective."""
 
-    meeting: Meeting
+    meeting: EnteredOp
     doing: Activity | None = None  # of the culprits, if their processes cannot run
 
 
-def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
+def may_be_running(context: Context, nodes: Sequence[WaitNode]) -> bool:
     """Return whether all that is known is that groups of one name are in the same collective, as in
     a running job.
 
@@ -78,7 +78,7 @@ def _has_ended_on_some(context: Context, at: Instance) -> bool:
     return any(_has_ended(views[rank], at) for rank in at.key[2] if rank in views)
 
 
-def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
+def find_undecided(context: Context, nodes: Sequence[WaitNode]) -> None:
     """Find a collective of several groups of which one dump does not tell whether it is stuck."""
     edges = context.graph.edges_into_all(nodes)
     blocked = context.blocked_by(nodes)
@@ -96,7 +96,7 @@ def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
     context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
 
 
-def find_stuck_inside(context: Context, node: Node) -> None:
+def find_stuck_inside(context: Context, node: WaitNode) -> None:
     """Blame a rank that is stopped or starved inside; else find that data still moves, or suspect
     the network.
     """
@@ -115,9 +115,9 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     )
 
 
-def _meeting(context: Context, node: Node) -> Meeting:
+def _meeting(context: Context, node: WaitNode) -> EnteredOp:
     instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
-    return Meeting(
+    return EnteredOp(
         instance,
         edges[0].op,
         [context.job.views[rank] for rank in instance.members if rank in context.job.views],
@@ -128,7 +128,7 @@ def _meeting(context: Context, node: Node) -> Meeting:
 
 
 def _what_holds_up(
-    context: Context, meeting: Meeting, *, failed: bool
+    context: Context, meeting: EnteredOp, *, failed: bool
 ) -> tuple[StuckInside, Activity | None]:
     activities = {view.rank: context.doing(view) for view in meeting.views}
     culprits = [
@@ -178,7 +178,9 @@ def _what_holds_up(
     return _no_progress(inside, context, meeting), None
 
 
-def _never_started(inside: partial[StuckInside], meeting: Meeting, ranks: list[int]) -> StuckInside:
+def _never_started(
+    inside: partial[StuckInside], meeting: EnteredOp, ranks: list[int]
+) -> StuckInside:
     """Decide of devices that have not come to a collective: the work before it holds them up, and
     no network has a part in that.
 
@@ -202,7 +204,7 @@ def _never_started(inside: partial[StuckInside], meeting: Meeting, ranks: list[i
     )
 
 
-def _no_progress(inside: partial[StuckInside], context: Context, meeting: Meeting) -> StuckInside:
+def _no_progress(inside: partial[StuckInside], context: Context, meeting: EnteredOp) -> StuckInside:
     answer = _compared(context, meeting)
     unknown = answer.aspects if isinstance(answer, Unknown) else ()
     not_compared = [str(aspect) for aspect in unknown if aspect not in _HARMLESS]
@@ -233,7 +235,7 @@ def _agreement(op: Collective, answer: Answer) -> Agreement:
     return "all" if isinstance(answer, Agree) else "unknown"
 
 
-def _not_started(meeting: Meeting) -> list[int]:
+def _not_started(meeting: EnteredOp) -> list[int]:
     """Return the ranks that enqueued a collective which their device never began, as far as their
     dumps record that.
     """
@@ -249,7 +251,7 @@ def _is_waiting(view: RankView, instance: Instance, *, started: bool) -> bool:
     return op is not None and op.in_flight and (op.index in view.running) == started
 
 
-def _may_be_members(context: Context, meeting: Meeting) -> list[int]:
+def _may_be_members(context: Context, meeting: EnteredOp) -> list[int]:
     """Return the other ranks of which there are logs, if these do not list the group's ranks: some
     may be in it, and missing.
     """
@@ -259,7 +261,7 @@ def _may_be_members(context: Context, meeting: Meeting) -> list[int]:
     return sorted(set(context.job.views) - set(group.ranks))
 
 
-def _compared(context: Context, meeting: Meeting) -> Answer:
+def _compared(context: Context, meeting: EnteredOp) -> Answer:
     """Compare what the ranks passed to a collective or message, as far as their records tell it."""
     at = meeting.instance
     ops = {view.rank: op for view in meeting.views if (op := op_at(view, at)) is not None}
@@ -271,15 +273,15 @@ def _compared(context: Context, meeting: Meeting) -> Answer:
     return compare_coalesced(args, at.key[2], splits_known=not context.job.foreign)
 
 
-def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
+def find_left_behind(context: Context, nodes: list[WaitNode]) -> list[WaitNode]:
     """Find ranks that are stuck in collectives that completed on other ranks; one finding for all
     groups in the same place.
 
     Returns:
         The nodes that are not of this kind.
     """
-    others: list[Node] = []
-    found: dict[tuple[str, int, str], list[tuple[Node, list[int]]]] = defaultdict(list)
+    others: list[WaitNode] = []
+    found: dict[tuple[str, int, str], list[tuple[WaitNode, list[int]]]] = defaultdict(list)
     for node in nodes:
         instance = context.graph.instances[node.detail]
         op = context.graph.edges_into(node)[0].op
@@ -302,7 +304,7 @@ def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
     return others
 
 
-def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
+def _left_behind(context: Context, nodes: list[WaitNode], ranks: list[int]) -> None:
     edges = context.graph.edges_into_all(nodes)
     members = {rank for node in nodes for rank in context.graph.instances[node.detail].key[2]}
     blocked = context.blocked_by(nodes)
@@ -352,7 +354,7 @@ def _has_completed(view: RankView, instance: Instance) -> bool:
     return op is not None and op.state is State.COMPLETED
 
 
-def _since_last_arrival(meeting: Meeting) -> int:
+def _since_last_arrival(meeting: EnteredOp) -> int:
     ages = [
         view.now_ns - op.announced_ns
         for view in meeting.views

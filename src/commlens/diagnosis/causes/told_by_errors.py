@@ -12,7 +12,7 @@ from typing import get_args
 
 from commlens.diagnosis.causes.context import Case, Context, collective_of, processes_of
 from commlens.diagnosis.causes.dead import is_absorbed
-from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.matching.errors import Claim, claim_of
 from commlens.model.cause import ErrorReport, Kind, RankWait, Refused, Side, ToldByErrors
 from commlens.model.collective import Collective
@@ -26,7 +26,7 @@ _KINDS: dict[ErrorReport, Kind] = {
 }
 
 
-def find_told_by_errors(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
+def find_told_by_errors(context: Context, sinks: Mapping[int, WaitNode]) -> frozenset[int]:
     """Find the ranks whose errors say that ranks differ, or that one failed.
 
     Returns:

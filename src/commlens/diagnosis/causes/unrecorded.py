@@ -17,14 +17,14 @@ from commlens.diagnosis.causes.context import (
     waits_of,
 )
 from commlens.diagnosis.causes.groups_differ import calls_that_differ
-from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node, writes_of_kind
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode, writes_of_kind
 from commlens.model.cause import Confidence, NoRecord, Unrecorded, Unwritten
 from commlens.model.collective import Collective
 
 _LOG_TELLS_NOTHING = ("silent", "watchdog-stuck")
 
 
-def find_unrecorded(context: Context, nodes: list[Node]) -> None:
+def find_unrecorded(context: Context, nodes: list[WaitNode]) -> None:
     """Presume ranks without a record on this node dead; those of another node, or with damaged
     records, may be anywhere.
     """
@@ -45,7 +45,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
         _add_unrecorded(context, members, record, present=present, others=others)
 
 
-def _waits_ended_early(context: Context, node: Node) -> bool:
+def _waits_ended_early(context: Context, node: WaitNode) -> bool:
     """Return whether all ranks that waited for this one failed before their timeout, because a peer
     had ended: then a silent rank may have come to the collective.
     """
@@ -53,13 +53,15 @@ def _waits_ended_early(context: Context, node: Node) -> bool:
     return all(view.exit.kind == "peer" and not view.timed_out for view in waiting)
 
 
-def _alike(context: Context, nodes: list[Node]) -> dict[tuple[Instance, str, str], list[Node]]:
+def _alike(
+    context: Context, nodes: list[WaitNode]
+) -> dict[tuple[Instance, str, str], list[WaitNode]]:
     """Return the nodes by the collective that waits for them, their kind, and what is known of
     their records.
     """
-    groups: dict[tuple[Instance, str, str], list[Node]] = defaultdict(list)
+    groups: dict[tuple[Instance, str, str], list[WaitNode]] = defaultdict(list)
     # by the collectives whose ranks wait for a node: for many nodes the same
-    instances: dict[frozenset[Node], Instance] = {}
+    instances: dict[frozenset[WaitNode], Instance] = {}
     for node in nodes:
         sources = frozenset(context.graph.waiters.get(node, ()))
         sources = sources if all(source.kind == "at" for source in sources) else frozenset({node})
@@ -86,7 +88,7 @@ def _record_of(context: Context, rank: int) -> str:
 
 
 def _add_unrecorded(
-    context: Context, nodes: list[Node], record: str, *, present: bool, others: bool
+    context: Context, nodes: list[WaitNode], record: str, *, present: bool, others: bool
 ) -> None:
     """Add a cause for ranks that are alike.
 
@@ -192,7 +194,7 @@ def find_skipped_writes(context: Context) -> None:
 
 
 def _skipped_write(
-    context: Context, writer: int, write: Collective, waits: list[Node], edges: list[Edge]
+    context: Context, writer: int, write: Collective, waits: list[WaitNode], edges: list[Edge]
 ) -> None:
     op, ranks = edges[0].op, sorted({node.rank for node in waits})
     own = next(context.graph.blocks[node].op for node in waits if node.rank == writer)
@@ -226,7 +228,7 @@ def _skipped_write(
     )
 
 
-def find_unwritten(context: Context, nodes: list[Node]) -> None:
+def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
     """Find the keys that ranks wait for where the records do not show who should write them. Nobody
     is blamed.
 

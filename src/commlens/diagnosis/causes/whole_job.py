@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import MOTIONLESS, Case, Context
-from commlens.diagnosis.graph.wait_graph import Graph, Node
+from commlens.diagnosis.graph.wait_graph import Graph, WaitNode
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.job_index import JobIndex, RankView, Track
 from commlens.diagnosis.standstill import is_at_rest
@@ -102,7 +102,7 @@ def find_unexplained(job: JobIndex, graph: Graph) -> tuple[Unexplained, list[Col
     return cause, [graph.blocks[node].op for node in waits]
 
 
-def _unexplained_waits(graph: Graph) -> list[Node]:
+def _unexplained_waits(graph: Graph) -> list[WaitNode]:
     """Return the stuck threads, except those that may go on: in a collective that all ranks have
     reached, or until a key is written.
     """

@@ -7,10 +7,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from commlens.diagnosis.align.alignment import Mismatch, from_any, pair_with_any_source
-from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node, expected_writer
+from commlens.diagnosis.align.alignment import RecordMismatch, from_any, pair_with_any_source
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, WaitNode, expected_writer
 from commlens.diagnosis.index.job_index import (
-    Block,
+    BlockedThread,
     JobIndex,
     RankView,
     find_counterpart,
@@ -31,11 +31,11 @@ few. In damaged or mixed evidence, each rank may wait in one of its own.
 """
 
 
-def build_wait_graph(job: JobIndex, mismatches: list[Mismatch]) -> Graph:
+def build_wait_graph(job: JobIndex, mismatches: list[RecordMismatch]) -> Graph:
     """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are
     indices into ``mismatches``.
     """
-    return _Builder(job, mismatches).build()
+    return _GraphBuilder(job, mismatches).build()
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Arrivals:
     # by strict verification: (announced_ns, rank), ascending
     refused: list[tuple[int, int]] = field(default_factory=list)
     first_refusal_ns: int = 0
-    node: Node | None = None  # once a thread waits at it
+    node: WaitNode | None = None  # once a thread waits at it
 
     def add_behind(self, other: RankView, issued: bool | None, since_ns: int) -> None:
         """Add a rank whose records end before the collective, or do not hold it."""
@@ -82,8 +82,8 @@ class _Arrivals:
             self.dead.append(other.rank)
 
 
-class _Builder:
-    def __init__(self, job: JobIndex, mismatches: list[Mismatch]) -> None:
+class _GraphBuilder:
+    def __init__(self, job: JobIndex, mismatches: list[RecordMismatch]) -> None:
         self.job = job
         self.graph = Graph(unlisted=job.unlisted)
         self.mismatches = mismatches
@@ -99,7 +99,7 @@ class _Builder:
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
         # In logs, a rank that prints nothing is not missing.
         self._dumped = {rank for rank, view in job.views.items() if not view.is_log}
-        self._todo: list[tuple[RankView, Block]] = []
+        self._todo: list[tuple[RankView, BlockedThread]] = []
         self._members = 0  # of all collectives in self._arrivals_of
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
 
@@ -133,7 +133,7 @@ class _Builder:
         or a receive posted early. So add the edges of the other ops of the ranks in a cycle, and
         keep the cycles that are still closed.
         """
-        expanded: set[Node] = set()
+        expanded: set[WaitNode] = set()
         while True:
             inside = [node for cycle in self.graph.find_cycles() for node in cycle]
             more = [node for node in inside if node.kind == "wait" and node not in expanded]
@@ -150,8 +150,8 @@ class _Builder:
         closed = {*inside} - lost if not self.graph.incomplete else set()
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
-    def _follow(self, view: RankView, block: Block) -> None:
-        node = Node("wait", view.rank, block.thread)
+    def _follow(self, view: RankView, block: BlockedThread) -> None:
+        node = WaitNode("wait", view.rank, block.thread)
         if node in self.graph.blocks or self._caused_refusals(block.op):
             return
         self.graph.blocks[node] = block
@@ -165,7 +165,7 @@ class _Builder:
                 # a batch completes as a whole, so it waits for its other messages
                 self.graph.drop(node, target)
 
-    def _follow_op(self, view: RankView, node: Node, op: Collective) -> None:
+    def _follow_op(self, view: RankView, node: WaitNode, op: Collective) -> None:
         if op.is_point_to_point:
             self._follow_message(view, node, op)
         elif op.is_store_wait:
@@ -184,7 +184,7 @@ class _Builder:
 
     # --- collectives
 
-    def _follow_collective(self, view: RankView, node: Node, op: Collective) -> None:
+    def _follow_collective(self, view: RankView, node: WaitNode, op: Collective) -> None:
         key = op.channel.key
         track = view.tracks.get(key)
         earlier = (
@@ -201,7 +201,7 @@ class _Builder:
         return Edge(op, instance, view.rank, self.job.stands_for.get(view.rank, 0))
 
     def _add_collective(
-        self, view: RankView, node: Node, key: ChannelKey, op: Collective, *, last: bool
+        self, view: RankView, node: WaitNode, key: ChannelKey, op: Collective, *, last: bool
     ) -> bool:
         """Add the edge to one collective. Return False if no rank holds it up and it is not the
         last candidate.
@@ -211,7 +211,7 @@ class _Builder:
         arrivals = self._arrivals(key, number, op.announced_ns)
         mismatch = self._mismatch(key, number, arrivals.absent)
         if mismatch is not None:
-            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
+            self.graph.add(node, WaitNode("mismatch", -1, mismatch), edge)
             return True
         if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
             late = [
@@ -221,7 +221,7 @@ class _Builder:
                 ]
             ]
             for member in late:
-                self.graph.add(node, Node("absent", member), edge)
+                self.graph.add(node, WaitNode("absent", member), edge)
             if late:
                 return True
         others_behind = arrivals.behind and arrivals.behind != [view.rank]
@@ -232,7 +232,7 @@ class _Builder:
         self.graph.add(node, arrivals.node, edge)
         return True
 
-    def _add_collective_node(self, key: ChannelKey, arrivals: _Arrivals, edge: Edge) -> Node:
+    def _add_collective_node(self, key: ChannelKey, arrivals: _Arrivals, edge: Edge) -> WaitNode:
         """Add the node of a collective and its edges to the ranks that it waits for."""
         if not (arrivals.absent or arrivals.behind or arrivals.dead or arrivals.no_record):
             return self._instance_node("stuck", edge.instance)
@@ -244,20 +244,20 @@ class _Builder:
         if arrivals.absent or arrivals.behind:
             return at
         for member in arrivals.dead:
-            self.graph.add(at, Node("dead", member), edge)
+            self.graph.add(at, WaitNode("dead", member), edge)
         if not arrivals.dead:
             for member in arrivals.no_record:
                 self.graph.add(at, self._unrecorded_node(member), edge)
         return at
 
-    def _unrecorded_node(self, rank: int) -> Node:
-        return Node("no-record" if rank in self.job.unrecorded else "elsewhere", rank)
+    def _unrecorded_node(self, rank: int) -> WaitNode:
+        return WaitNode("no-record" if rank in self.job.unrecorded else "elsewhere", rank)
 
-    def _instance_node(self, kind: str, instance: Instance) -> Node:
+    def _instance_node(self, kind: str, instance: Instance) -> WaitNode:
         index = self._instance_indices.setdefault((kind, instance), len(self.graph.instances))
         if index == len(self.graph.instances):
             self.graph.instances.append(instance)
-        return Node(kind, -1, index)
+        return WaitNode(kind, -1, index)
 
     def _arrivals(self, key: ChannelKey, number: int, since_ns: int) -> _Arrivals:
         """Sort the ranks of a collective by their progress towards it."""
@@ -285,7 +285,7 @@ class _Builder:
         known = self._mismatches_by_channel.get(key, ())
         return next((i for i in known if self.mismatches[i].explains(number, absent)), None)
 
-    def _follow_key(self, view: RankView, node: Node, op: Collective) -> None:
+    def _follow_key(self, view: RankView, node: WaitNode, op: Collective) -> None:
         edge = self._edge(op, Instance(op.channel.key, op.sequence_number), view)
         writer = expected_writer(self.job, op)
         if writer is None:
@@ -301,7 +301,7 @@ class _Builder:
 
     # --- point to point
 
-    def _follow_message(self, view: RankView, node: Node, op: Collective) -> None:
+    def _follow_message(self, view: RankView, node: WaitNode, op: Collective) -> None:
         key = op.channel.key
         if op.peer is None:
             self._follow_any_source(view, node, op)
@@ -310,7 +310,7 @@ class _Builder:
         edge = Edge(op, Instance(key, op.sequence_number, sender, receiver), view.rank)
         mismatch = self._pair_mismatches.get(id(op))
         if mismatch is not None:
-            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
+            self.graph.add(node, WaitNode("mismatch", -1, mismatch), edge)
             return
         other = self.job.views.get(op.peer)
         if other is None:
@@ -327,7 +327,7 @@ class _Builder:
         elif is_queued(other, match):
             self._wait_for_device(node, other, key, edge)
         elif other.died:
-            self.graph.add(node, Node("dead", other.rank), edge)
+            self.graph.add(node, WaitNode("dead", other.rank), edge)
         elif _waits_for_more(other, match, view.rank):
             # it has arrived, in a batch that waits for another message
             self._wait_for_device(node, other, key, edge)
@@ -349,7 +349,7 @@ class _Builder:
         met = next((recv for send, recv in pairs if send is op), None)
         return met or (last if last is not None and last.index in other.open_pairs else None)
 
-    def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
+    def _follow_any_source(self, view: RankView, node: WaitNode, op: Collective) -> None:
         """Follow a receive from any source: it waits for all other ranks of its group, though one
         would do. Ranks that have finished count only if all others have.
         """
@@ -363,13 +363,15 @@ class _Builder:
 
     # --- absent ranks
 
-    def _wait_for_rank(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
+    def _wait_for_rank(self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge) -> None:
         if other.died:
-            self.graph.add(node, Node("dead", other.rank), edge)
+            self.graph.add(node, WaitNode("dead", other.rank), edge)
         else:
             self._wait_for_thread(node, other, key, edge)
 
-    def _wait_for_thread(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
+    def _wait_for_thread(
+        self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge
+    ) -> None:
         """Add an edge to the thread that should issue the op; to the rank if that thread is not
         blocked.
         """
@@ -379,23 +381,25 @@ class _Builder:
             unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
             self.graph.add(
                 node,
-                self._unrecorded_node(other.rank) if unknown else Node("absent", other.rank),
+                self._unrecorded_node(other.rank) if unknown else WaitNode("absent", other.rank),
                 edge,
             )
             return
-        self.graph.add(node, Node("wait", other.rank, block.thread), edge)
+        self.graph.add(node, WaitNode("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))
 
-    def _wait_for_device(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
+    def _wait_for_device(
+        self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge
+    ) -> None:
         """Add an edge to what holds up a rank's device: the awaited op is queued behind it."""
         head = other.head
         if head is None or not head.stuck:
             self._wait_for_thread(node, other, key, edge)
             return
-        self.graph.add(node, Node("wait", other.rank, head.thread), edge)
+        self.graph.add(node, WaitNode("wait", other.rank, head.thread), edge)
         self._todo.append((other, head))
 
-    def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
+    def _block_of(self, other: RankView, key: ChannelKey) -> BlockedThread | None:
         """Return the block of the thread that issues on this channel; of the main thread if none
         has yet.
         """

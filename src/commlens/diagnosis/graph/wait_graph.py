@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.index.job_index import Block, JobIndex
+from commlens.diagnosis.index.job_index import BlockedThread, JobIndex
 from commlens.model.collective import ChannelKey, Collective
 from commlens.model.ops import key_kind
 
 _STARTS_MAX = 64  # threads from which a shortest cycle is searched
 
 
-class Node(NamedTuple):
+class WaitNode(NamedTuple):
     """A blocked thread, a collective that threads wait in, or a sink: the end of their waiting.
 
     Kinds: ``"wait"``, a blocked thread; ``"at"``, a collective that some of its ranks have not
@@ -68,30 +68,30 @@ class Edge:
 class Graph:
     """The wait-for graph."""
 
-    edges: dict[Node, dict[Node, Edge]] = field(default_factory=dict)
+    edges: dict[WaitNode, dict[WaitNode, Edge]] = field(default_factory=dict)
     # of "stuck" and "at" nodes, by their detail
     instances: list[Instance] = field(default_factory=list)
-    blocks: dict[Node, Block] = field(default_factory=dict)
-    waiters: dict[Node, set[Node]] = field(default_factory=dict)  # the edges reversed
-    deadlocks: list[list[Node]] = field(default_factory=list)  # the cycles to report
+    blocks: dict[WaitNode, BlockedThread] = field(default_factory=dict)
+    waiters: dict[WaitNode, set[WaitNode]] = field(default_factory=dict)  # the edges reversed
+    deadlocks: list[list[WaitNode]] = field(default_factory=list)  # the cycles to report
     # groups whose ranks no file lists: those that use it are known
     unlisted: Collection[ChannelKey] = ()
     incomplete: bool = False  # threads were left out, since there would be too many edges
 
-    def add(self, source: Node, target: Node, edge: Edge) -> None:
+    def add(self, source: WaitNode, target: WaitNode, edge: Edge) -> None:
         """Add an edge, unless there is one between the two nodes."""
         self.edges.setdefault(source, {}).setdefault(target, edge)
         self.edges.setdefault(target, {})
         self.waiters.setdefault(target, set()).add(source)
 
-    def drop(self, source: Node, target: Node) -> None:
+    def drop(self, source: WaitNode, target: WaitNode) -> None:
         """Remove an edge, and its target if no other node waits for it."""
         del self.edges[source][target]
         self.waiters[target].discard(source)
         if not self.waiters[target] and not self.edges[target]:
             del self.edges[target]
 
-    def sinks(self) -> list[Node]:
+    def sinks(self) -> list[WaitNode]:
         """Return the nodes that wait for no other node."""
         return sorted(
             node
@@ -99,7 +99,7 @@ class Graph:
             if not targets and node.kind not in ("wait", "at")
         )
 
-    def is_alone(self, node: Node) -> bool:
+    def is_alone(self, node: WaitNode) -> bool:
         """Return whether a node is a collective of a group of which only one rank is known."""
         return self.is_unknown(self.instances[node.detail].key)
 
@@ -107,7 +107,7 @@ class Graph:
         """Return whether only one rank of a group is known, as in the logs of torch's watchdog."""
         return len(key[2]) == 1 and key in self.unlisted
 
-    def edges_into(self, node: Node) -> list[Edge]:
+    def edges_into(self, node: WaitNode) -> list[Edge]:
         """Return the edges of the threads that wait for a node, directly or in a collective, by
         rank.
         """
@@ -121,13 +121,13 @@ class Graph:
                 found.append(self.edges[source][node])
         return sorted(found, key=lambda edge: edge.rank)
 
-    def edges_into_all(self, nodes: Iterable[Node]) -> list[Edge]:
+    def edges_into_all(self, nodes: Iterable[WaitNode]) -> list[Edge]:
         """Return the edges of the threads that wait for any of the nodes, node by node."""
         return [edge for node in nodes for edge in self.edges_into(node)]
 
-    def reaching(self, targets: Iterable[Node]) -> set[Node]:
+    def reaching(self, targets: Iterable[WaitNode]) -> set[WaitNode]:
         """Return all nodes that wait for one of the targets, directly or through others."""
-        seen: set[Node] = set()
+        seen: set[WaitNode] = set()
         todo = list(targets)
         while todo:
             for source in self.waiters.get(todo.pop(), ()):
@@ -136,7 +136,7 @@ class Graph:
                     todo.append(source)
         return seen
 
-    def find_cycles(self) -> list[list[Node]]:
+    def find_cycles(self) -> list[list[WaitNode]]:
         """Return the strongly connected components of waiting threads that no edge leaves."""
         # no sinks
         waiting = {
@@ -154,16 +154,16 @@ class Graph:
         return found
 
 
-def components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[list[Node]]:
+def components(edges: Mapping[WaitNode, Sequence[WaitNode]]) -> Iterator[list[WaitNode]]:
     """Yield the strongly connected components of a graph, each with the node last that was reached
     first (Tarjan's algorithm, iteratively).
     """
-    index: dict[Node, int] = {}
-    low: dict[Node, int] = {}
-    stack: dict[Node, None] = {}  # in the order in which the nodes were reached
-    todo: list[tuple[Node, Iterator[Node]]] = []
+    index: dict[WaitNode, int] = {}
+    low: dict[WaitNode, int] = {}
+    stack: dict[WaitNode, None] = {}  # in the order in which the nodes were reached
+    todo: list[tuple[WaitNode, Iterator[WaitNode]]] = []
 
-    def reach(node: Node) -> None:
+    def reach(node: WaitNode) -> None:
         index[node] = low[node] = len(index)
         stack[node] = None
         todo.append((node, iter(sorted(edges[node]))))
@@ -189,14 +189,16 @@ def components(edges: Mapping[Node, Sequence[Node]]) -> Iterator[list[Node]]:
                 low[node] = min(low[node], index[target])
 
 
-def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
+def shortest_cycle(
+    graph: Graph, component: Iterable[WaitNode]
+) -> list[tuple[WaitNode, WaitNode, Edge]]:
     """Return a shortest cycle in a component: for each of its waiting threads, the thread, the next
     one and the edge towards it.
 
     Empty if each cycle is one of threads of the same rank.
     """
     members = set(component)
-    best: list[tuple[Node, Node, Edge]] = []
+    best: list[tuple[WaitNode, WaitNode, Edge]] = []
     for start in sorted(node for node in members if node.kind == "wait")[:_STARTS_MAX]:
         path = _shortest_cycle_from(graph, members, start)
         if path and (not best or len(path) < len(best)):
@@ -205,16 +207,16 @@ def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, 
 
 
 def _shortest_cycle_from(
-    graph: Graph, members: set[Node], start: Node
-) -> list[tuple[Node, Node, Edge]]:
+    graph: Graph, members: set[WaitNode], start: WaitNode
+) -> list[tuple[WaitNode, WaitNode, Edge]]:
     """Search breadth first. A collective can have its waiting ranks among the ranks that it waits
     for: no rank waits for itself.
     """
-    steps: dict[Node, tuple[Node, Node, Edge]] = {}
-    first_at: dict[Node, Node] = {}  # the thread by which a collective was reached
+    steps: dict[WaitNode, tuple[WaitNode, WaitNode, Edge]] = {}
+    first_at: dict[WaitNode, WaitNode] = {}  # the thread by which a collective was reached
     level = [start]
     while level:
-        following: list[Node] = []
+        following: list[WaitNode] = []
         for node in level:
             for target, edge in sorted(graph.edges[node].items(), key=lambda item: item[0]):
                 ends = [target]

@@ -23,7 +23,7 @@ from commlens.diagnosis.index.columns import (
 )
 from commlens.diagnosis.index.job_index import (
     DEVICE,
-    Block,
+    BlockedThread,
     JobIndex,
     PairKey,
     RankView,
@@ -442,7 +442,7 @@ def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
     since = head.announced_ns
     age = max(0, view.now_ns - since) if since else 0
     stuck = not (dump.captured_ns and since) or age >= limit
-    view.head = Block(head, ops, DEVICE, since, "enqueued", stuck, age)
+    view.head = BlockedThread(head, ops, DEVICE, since, "enqueued", stuck, age)
     view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
 

@@ -82,7 +82,7 @@ DEVICE: Final = 0
 
 
 @dataclass(slots=True)
-class Block:
+class BlockedThread:
     """A thread that is blocked in an op, or that was until its wait failed."""
 
     op: Collective
@@ -106,10 +106,10 @@ class RankView:
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
     open_pairs: set[int] = field(default_factory=set)  # indices of point-to-point ops in flight
     # by thread; 0 is the device, and in dumps that record no threads the rank
-    blocks: dict[int, Block] = field(default_factory=dict)
+    blocks: dict[int, BlockedThread] = field(default_factory=dict)
     # of these: the op in flight that the device waits in, or the rank in dumps that record no
     # threads
-    head: Block | None = None
+    head: BlockedThread | None = None
     main_thread: int = 0
     wrapped: bool = False  # older records were overwritten or lost
     history: Sequence[Collective] = ()  # all records, oldest first
@@ -580,7 +580,7 @@ class _RankIndexer:
             or view.exit.failed
             or (view.exit.ended and how != "assumed")
         )
-        view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
+        view.blocks[thread] = BlockedThread(op, parts, thread, since, how, stuck, age)
 
 
 _ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)

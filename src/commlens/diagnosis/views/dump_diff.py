@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from commlens.model.collective import FrameKind, user_frame
-from commlens.model.movement import Moved, Movement, MovementKind, Place
+from commlens.model.movement import DumpPosition, Moved, Movement, MovementKind
 from commlens.text import (
     capital,
     count,
@@ -45,14 +45,14 @@ class Position(msgspec.Struct, frozen=True):
     """A rank's position in one dump."""
 
     rank: int
-    place: Place
+    place: DumpPosition
     # group, sequence number and op of the oldest operation in flight
     identity: tuple[str, int, str] = ("", -1, "")
     newest_ns: int = 0  # the rank's last sign of life
     job: JobTraits = JobTraits()
 
 
-class _Change(NamedTuple):
+class _PositionChange(NamedTuple):
     """The change of a rank's position, and its sentence without the subject: for one rank, and for
     several.
     """
@@ -78,13 +78,13 @@ def position_of(rows: RankColumns) -> Position:
     )
     in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
     if not len(in_flight):
-        return Position(rows.rank, Place(rows.issued), newest_ns=newest, job=_traits(rows))
+        return Position(rows.rank, DumpPosition(rows.issued), newest_ns=newest, job=_traits(rows))
     row = int(in_flight[0])
     op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
     number, peer = int(rows.sequence[row]), int(rows.peer[row])
     towards = "" if peer < 0 else f" to rank {peer}" if op == "send" else f" from rank {peer}"
     frame = user_frame(rows.stack_at(row))
-    place = Place(
+    place = DumpPosition(
         rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame)
     )
     return Position(rows.rank, place, (group.name, number, op), newest, _traits(rows))
@@ -151,7 +151,7 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     sentence.
     """
     first, second = {one.rank: one for one in before}, {one.rank: one for one in after}
-    ranks_by_change: dict[_Change, list[int]] = defaultdict(list)
+    ranks_by_change: dict[_PositionChange, list[int]] = defaultdict(list)
     for rank in sorted(first.keys() | second.keys()):
         ranks_by_change[_change(first.get(rank), second.get(rank))].append(rank)
     moved = []
@@ -175,15 +175,15 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     return movement
 
 
-def _change(old: Position | None, new: Position | None) -> _Change:
+def _change(old: Position | None, new: Position | None) -> _PositionChange:
     if new is None:
-        return _Change(
+        return _PositionChange(
             "only-before",
             "has a readable dump only in the first set.",
             "have a readable dump only in the first set.",
         )
     if old is None:
-        return _Change(
+        return _PositionChange(
             "only-after",
             "has a readable dump only in the second set.",
             "have a readable dump only in the second set.",
@@ -195,12 +195,12 @@ def _change(old: Position | None, new: Position | None) -> _Change:
         return _same("again", "issued fewer operations than before: restarted, or of another job.")
     if not issued and old.identity == new.identity:
         if not now.in_flight:
-            return _Change(
+            return _PositionChange(
                 "still",
                 "issued nothing, and has nothing in flight.",
                 "issued nothing, and have nothing in flight.",
             )
-        return _Change(
+        return _PositionChange(
             "still", f"is still in {now.in_flight}{line}.", f"are still in {now.in_flight}{line}."
         )
     more = f"issued {count(issued, 'more operation')}" if issued else "issued nothing more"
@@ -210,7 +210,7 @@ def _change(old: Position | None, new: Position | None) -> _Change:
         return _same("moved", f"{more}, and {'it has ended' if issued == 1 else 'all have ended'}.")
     if old.identity == new.identity:
         behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
-        return _Change("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
+        return _PositionChange("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
     return _same(
         "moved",
         f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}:"
@@ -218,9 +218,9 @@ def _change(old: Position | None, new: Position | None) -> _Change:
     )
 
 
-def _same(kind: MovementKind, predicate: str) -> _Change:
+def _same(kind: MovementKind, predicate: str) -> _PositionChange:
     """Return a change whose sentence is the same for one rank and for several."""
-    return _Change(kind, predicate, predicate)
+    return _PositionChange(kind, predicate, predicate)
 
 
 def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]) -> float:

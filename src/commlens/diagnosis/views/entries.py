@@ -20,7 +20,7 @@ from commlens.dumps.discover import discover
 from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
 from commlens.model.collective import Channel, CollectiveArgs, user_frame
-from commlens.model.entries import Cell, Column, EntryTable
+from commlens.model.entries import Column, EntryCell, EntryTable
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import frame_phrase, group_phrase, tensors_phrase
@@ -49,7 +49,7 @@ class RankEntries(msgspec.Struct):
 
     rank: int
     group: str = ""  # "group dp [0-3]"
-    cells: dict[int, Cell] = {}  # by sequence number
+    cells: dict[int, EntryCell] = {}  # by sequence number
     first: int = 0  # the oldest sequence number that the rank's ring buffer still holds
     elsewhere: str = ""  # the oldest op in flight that the table does not show
 
@@ -223,7 +223,7 @@ def _is_selected(channel: Channel, selection: EntrySelection) -> bool:
     )
 
 
-def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
+def _cell(rows: RankColumns, several: Sequence[int]) -> EntryCell:
     """Return the cell of one collective, or of a coalesced group's members."""
     members = [row for row in several if not rows.closes[row]] or several
     args = [rows.args[int(rows.args_index[row])] for row in members]
@@ -231,7 +231,7 @@ def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
     op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
     last = several[-1]
     stack = rows.stack_at(last)
-    return Cell(
+    return EntryCell(
         op,
         " ".join(dict.fromkeys(map(_tensors, args))),
         _ENDS[int(rows.state[last])],

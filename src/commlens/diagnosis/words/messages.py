@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.align.alignment import Mismatch, PartingTags, UsualDistance, UsualPeer
+from commlens.diagnosis.align.alignment import PartingTags, RecordMismatch, UsualDistance, UsualPeer
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.messages import TakenCase
 from commlens.diagnosis.words import phrases
@@ -12,7 +12,7 @@ from commlens.model.cause import NoSuchPeer
 from commlens.text import capital, count, frame_phrase, group_phrase, rank_phrase, ranks_phrase
 
 
-def messages_part(mismatch: Mismatch) -> str:
+def messages_part(mismatch: RecordMismatch) -> str:
     """``"rank 0 sent to rank 1 with tag 3, but rank 1 receives with tag 2"``."""
     assert mismatch.astray is not None and mismatch.pair is not None
     send, recv = mismatch.pair
@@ -38,7 +38,7 @@ def messages_part(mismatch: Mismatch) -> str:
             )
 
 
-def why_astray(mismatch: Mismatch) -> list[str]:
+def why_astray(mismatch: RecordMismatch) -> list[str]:
     """Return the sentence that tells why one side is blamed; none if nothing tells."""
     if mismatch.astray is None or mismatch.pair is None:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.align.call_paths import Path, branch_in_one_function, parted
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.index.activity import Activity
@@ -267,7 +267,7 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
 
 
 def mismatch_step(
-    mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
+    mismatch: RecordMismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
 ) -> str:
     """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and
     the others part.
@@ -329,7 +329,7 @@ def parting_step(
     return f"find out why {subject} {comes} to {here}{other}"
 
 
-def _astray_step(mismatch: Mismatch) -> str:
+def _astray_step(mismatch: RecordMismatch) -> str:
     (sender, send), (receiver, recv) = mismatch.ops.items()
     out, into = (frame_phrase(op.source) or op.op for op in (send, recv))
     if (send.peer, recv.peer) == (receiver, sender):

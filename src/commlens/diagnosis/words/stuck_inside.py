@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context, op_at
-from commlens.diagnosis.causes.stuck_inside import Meeting, StuckCase
+from commlens.diagnosis.causes.stuck_inside import EnteredOp, StuckCase
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
@@ -67,7 +67,7 @@ def words(context: Context, case: Case[StuckInside]) -> Words:
     )
 
 
-def _name(meeting: Meeting) -> str:
+def _name(meeting: EnteredOp) -> str:
     """``"all_reduce #41 of group dp [0-3]"``, ``"message #3 from rank 0 to rank 1"``."""
     at = meeting.instance
     if at.sender < 0:
@@ -205,7 +205,7 @@ def _rest(cause: StuckInside, inside: list[int]) -> str:
     return rest
 
 
-def _what_would_show(context: Context, meeting: Meeting, question: str) -> str:
+def _what_would_show(context: Context, meeting: EnteredOp, question: str) -> str:
     if question:
         return f"These records do not tell its {question}; `commlens launch` records them."
     stacks = (
@@ -221,14 +221,14 @@ def _what_would_show(context: Context, meeting: Meeting, question: str) -> str:
     )
 
 
-def _explanation(context: Context, meeting: Meeting) -> str:
+def _explanation(context: Context, meeting: EnteredOp) -> str:
     return prose(
         phrases.waiting(context, meeting.edges),
         phrases.waiting_behind(context, meeting.waiting, meeting.blocked),
     )
 
 
-def _errors(meeting: Meeting) -> list[str]:
+def _errors(meeting: EnteredOp) -> list[str]:
     """Return sentences with the errors of the ranks on which the collective failed, three at
     most.
     """

@@ -22,7 +22,7 @@ _Read = TypeVar("_Read")
 _FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
 
 
-class Place(Protocol):
+class SourcePlace(Protocol):
     """Where a source's bytes are. Places are plain data, so that a source can be pickled."""
 
     def open(self, name: str, problems: list[str]) -> BinaryIO:
@@ -47,7 +47,7 @@ class FilePart:
         file = os.fdopen(open_regular(Path(self.path), name), "rb", buffering=0)
         if self.length < 0:
             return file
-        return _Part(file, self.offset, self.length, name, problems)  # type: ignore[return-value]
+        return _SourcePart(file, self.offset, self.length, name, problems)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Source:
     """
 
     name: str  # printable path or URL, with ``!member`` in an archive
-    place: Place
+    place: SourcePlace
     size: int = -1  # stored bytes; -1 if unknown
     modified_ns: int = 0  # Unix ns; 0 if unknown
     # sentences about unreadable parts; filled while reading
@@ -174,7 +174,7 @@ def read_up_to(stream: BinaryIO, limit: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class _Part(io.RawIOBase):
+class _SourcePart(io.RawIOBase):
     def __init__(
         self, file: io.FileIO, offset: int, length: int, name: str, problems: list[str]
     ) -> None:

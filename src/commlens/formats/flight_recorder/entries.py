@@ -14,16 +14,16 @@ from commlens.formats.flight_recorder.table import (
     COLUMNS,
     INT64_MAX,
     STATES,
+    EntryColumns,
     Signature,
     Sizes,
-    Table,
 )
 
 # sizes and frames in total: shared lists let a small file claim billions
 _ITEMS_MAX: Final = 20_000_000
 
 
-def build_table(value: Any, *, truncated: bool = False) -> Table:
+def build_table(value: Any, *, truncated: bool = False) -> EntryColumns:
     """Return the table of a dump's entries.
 
     Raises:
@@ -38,8 +38,8 @@ def build_table(value: Any, *, truncated: bool = False) -> Table:
     entries = value.get("entries", [])
     if not isinstance(entries, (list, tuple)):
         raise FormatError("It is not a Flight Recorder dump: its entries are not a list.")
-    builder = _Builder(
-        Table(
+    builder = _EntryBuilder(
+        EntryColumns(
             about={key: content for key, content in value.items() if key != "entries"},
             truncated=truncated,
         )
@@ -59,8 +59,8 @@ class _UnknownState(_Malformed):
     """
 
 
-class _Builder:
-    def __init__(self, table: Table) -> None:
+class _EntryBuilder:
+    def __init__(self, table: EntryColumns) -> None:
         self.table = table
         self.items = 0
         self.groups: dict[tuple[str, str], int] = {}
@@ -81,7 +81,7 @@ class _Builder:
         except _Malformed:
             self.table.malformed += 1
 
-    def finish(self) -> Table:
+    def finish(self) -> EntryColumns:
         table = self.table
         table.groups, table.names = list(self.groups), list(self.names)
         table.signatures = list(self.signatures)

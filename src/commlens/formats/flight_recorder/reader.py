@@ -8,7 +8,7 @@ from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.json_data import read_json
 from commlens.formats.flight_recorder.native_entries import read_table
 from commlens.formats.flight_recorder.pickle_data import read_pickle
-from commlens.formats.flight_recorder.table import Table
+from commlens.formats.flight_recorder.table import EntryColumns
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
 
@@ -35,7 +35,7 @@ def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
         raise FormatError(f"{source} cannot be read as Flight Recorder JSON. {error}") from None
 
 
-def _read_pickled_table(data: bytes) -> Table:
+def _read_pickled_table(data: bytes) -> EntryColumns:
     table = read_table(data)
     if table is not None:
         return table

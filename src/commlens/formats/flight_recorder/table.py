@@ -41,11 +41,11 @@ COLUMNS: Final = {
     "timeout_ms": "int64",
     "duration_ms": "float64",
 }
-"""The columns of :class:`Table` and their types, in the order in which both readers fill them."""
+"""The columns of :class:`EntryColumns` and their types, as both readers fill them."""
 
 
 @dataclass(slots=True)
-class Table:
+class EntryColumns:
     """One value per entry in each column; lists hold each distinct value once."""
 
     about: dict[str, Any]  # the file's other keys

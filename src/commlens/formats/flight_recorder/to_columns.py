@@ -20,7 +20,7 @@ from commlens.formats.flight_recorder.names import (
     parse_ranks,
     read_name,
 )
-from commlens.formats.flight_recorder.table import INTEGER_MAX, Signature, Table
+from commlens.formats.flight_recorder.table import INTEGER_MAX, EntryColumns, Signature
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, Stack, TensorSpec
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ops import UNKNOWN_DTYPE
@@ -38,7 +38,7 @@ _NO_TENSORS: Final[Signature] = ((), (), (), ())
 _Made = TypeVar("_Made")
 
 
-def columns_from_table(table: Table, source: str) -> RankColumns:
+def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns, ranks = _read_about(table, source)
     texts = [clean(text) for text in table.names]
@@ -102,14 +102,14 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     return columns
 
 
-def _stacks(table: Table) -> list[Stack]:
+def _stacks(table: EntryColumns) -> list[Stack]:
     frames = [(clean(file), line, clean(function)) for file, line, function in table.frames]
     return [
         stack_of(frames[place] for place in memoryview(stack).cast("i")) for stack in table.stacks
     ]
 
 
-def _read_about(table: Table, source: str) -> tuple[RankColumns, _Ranks]:
+def _read_about(table: EntryColumns, source: str) -> tuple[RankColumns, _Ranks]:
     """Return columns without entries, with what the file tells of itself and of its groups, and the
     ranks of these.
     """
@@ -128,7 +128,7 @@ def _read_about(table: Table, source: str) -> tuple[RankColumns, _Ranks]:
     return columns, ranks
 
 
-def _problems(table: Table, version: str) -> list[str]:
+def _problems(table: EntryColumns, version: str) -> list[str]:
     texts = itertools.chain(
         table.names, *table.groups, *((file, function) for file, _, function in table.frames)
     )
@@ -213,7 +213,7 @@ def _interned_channel(
 
 
 def _channels(
-    table: Table, names: list[ProfilingName], ranks: _Ranks
+    table: EntryColumns, names: list[ProfilingName], ranks: _Ranks
 ) -> tuple[Integers, list[Channel]]:
     """Return a channel per group and backend, and each entry's index into them."""
 
@@ -226,7 +226,7 @@ def _channels(
 
 
 def _args(
-    table: Table, names: list[ProfilingName], *, one_tensor: bool
+    table: EntryColumns, names: list[ProfilingName], *, one_tensor: bool
 ) -> tuple[Integers, list[CollectiveArgs]]:
     """Return the distinct arguments, and each entry's index into them. ``one_tensor``: the sizes of
     an all_to_all may be those of its first tensors.
@@ -315,7 +315,7 @@ def _which(
 # --- states
 
 
-def _states(table: Table, texts: list[str]) -> Integers:
+def _states(table: EntryColumns, texts: list[str]) -> Integers:
     """Return the entries' states. An entry that is retired has ended, unless it is NCCL's own
     recorder's, which retires an op that completed or timed out.
     """
@@ -365,7 +365,7 @@ def _ends_of_groups(coalesced: Integers, closes: Integers, state: Integers) -> I
 
 
 def _closed_batches(
-    table: Table, channel: Integers, is_message: Integers, closes: Integers, *, lost: bool
+    table: EntryColumns, channel: Integers, is_message: Integers, closes: Integers, *, lost: bool
 ) -> Integers:
     """Return which entries are messages or close a batch of messages.
 

@@ -129,7 +129,7 @@ class Origin(NamedTuple):
     line: str  # without the prefixes
 
 
-class Group(NamedTuple):
+class NamedGroup(NamedTuple):
     """A process group as named in a line."""
 
     name: str  # torch's name, equal on all ranks; "" if the line has only the process-local number
@@ -226,7 +226,7 @@ def begins_message(text: str) -> bool:
     return _BEGIN.search(text, 0, 120) is not None
 
 
-def parse_group(text: str) -> Group | None:
+def parse_group(text: str) -> NamedGroup | None:
     """Return the process group in ``[PG ID 0 PG GUID 0(default_pg) Rank 2]``, ``[PG 1 Rank 0]`` or
     ``[PG 0 (default_pg) Rank 3]``.
     """
@@ -235,7 +235,7 @@ def parse_group(text: str) -> Group | None:
         return _nccl2_group(text)
     description = (found["desc"] or found["about"] or "").strip()
     description = "" if description == "undefined" else description
-    return Group(
+    return NamedGroup(
         clean(found["guid"] or ""),
         clean(found["id"] or found["number"] or ""),
         clean(description),
@@ -243,14 +243,14 @@ def parse_group(text: str) -> Group | None:
     )
 
 
-def _nccl2_group(text: str) -> Group | None:
+def _nccl2_group(text: str) -> NamedGroup | None:
     """Return the process group in ``[TC][rank=2][name=default_pg]``."""
     found = _NCCL2.search(text)
     if found is None or not found["name"]:
         return None
     name = clean(found["name"])
     is_default = name in ("0", "default_pg")
-    return Group(
+    return NamedGroup(
         "0" if is_default else name, "", "default_pg" if is_default else "", int(found["rank"])
     )
 

@@ -20,7 +20,7 @@ from commlens.formats.columns import (
 )
 from commlens.formats.torch_log import lines as L
 from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending, parse_xid
-from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines, Place
+from commlens.formats.torch_log.nccl_lines import Communicator, NcclCall, NcclLines, NcclPlace
 from commlens.model.cause import OF_THE_STORE
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.device_assertion import ASSERTED, parse_device_assertion
@@ -101,7 +101,7 @@ _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 
 @dataclass(slots=True)
 class _Group:
-    group: L.Group
+    group: L.NamedGroup
     progress: L.Progress | None = None
     # sequence number: its timeout, if logged
     failed: dict[int, L.Timeout | None] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankLines:
     columns: RankColumns  # the result, still without operations
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
     # timed out in a group that is not yet known
@@ -145,7 +145,7 @@ class _Rank:
     chained: bool = False  # the next exception is one that the last one caused
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
 
-    def add_place(self, rank: int, told: Place) -> None:
+    def add_place(self, rank: int, told: NcclPlace) -> None:
         """Add where the rank runs, as NCCL's lines tell it."""
         self.columns.host = self.columns.host or told.host
         self.columns.place = RankPlace(
@@ -158,7 +158,7 @@ class LogParser:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankLines] = {}
         self._world_size = 0
         # global rank by torchrun's local rank or srun's task, from lines with both
         self._global: dict[int, int] = {}
@@ -194,10 +194,10 @@ class LogParser:
         # torch knows the rank: its store was reached
         self._store_lines = []
 
-    def _about(self, rank: int) -> _Rank:
+    def _about(self, rank: int) -> _RankLines:
         """Return the state of a rank, also of one that no line has told of."""
         if rank not in self._ranks:
-            self._ranks[rank] = _Rank(RankColumns(source=self._source, origin=TEXT_LOG))
+            self._ranks[rank] = _RankLines(RankColumns(source=self._source, origin=TEXT_LOG))
         return self._ranks[rank]
 
     def add_line(self, line: str) -> None:
@@ -270,7 +270,7 @@ class LogParser:
             quoted = shorten(text, _UNREAD_MAX, placeholder=" ...")
             self._endings.append(EndingLine(ending, quoted, parse_xid(text)))
 
-    def _rank_of(self, origin: L.Origin, group: L.Group | None) -> int:
+    def _rank_of(self, origin: L.Origin, group: L.NamedGroup | None) -> int:
         """Return the global rank that wrote a line; -1 if unknown."""
         if origin.rank is not None:
             return origin.rank
@@ -284,7 +284,9 @@ class LogParser:
 
     # --- torch's watchdog
 
-    def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
+    def _add_watchdog_line(
+        self, rank: int, about: _RankLines, text: str, group: L.NamedGroup | None
+    ) -> None:
         timeout = L.parse_timeout(text)
         _add_work(about, text, group, timeout)
         if (limit := L.parse_nccl2_timeout(text)) is not None:
@@ -307,7 +309,7 @@ class LogParser:
         )
         self._add_error(rank, about, text, failed=timeout is not None and timeout.has_failed)
 
-    def _add_error(self, rank: int, about: _Rank, text: str, *, failed: bool) -> None:
+    def _add_error(self, rank: int, about: _RankLines, text: str, *, failed: bool) -> None:
         """Set the exception that C++ or the watchdog tells of; ``failed``: of a collective."""
         if uncaught := _UNCAUGHT.match(text):
             about.columns.exception = f"RuntimeError: {uncaught['error']}"
@@ -331,7 +333,7 @@ class LogParser:
             self._stack_of = None
 
     def _set_exception(
-        self, rank: int, about: _Rank, text: str, frames: list[tuple[str, int, str]]
+        self, rank: int, about: _RankLines, text: str, frames: list[tuple[str, int, str]]
     ) -> None:
         """Set the exception of a rank, and the one that caused it if a line says so."""
         cause = about.columns.exception if about.chained else ""
@@ -366,7 +368,7 @@ class LogParser:
 
     # --- Python, torchrun
 
-    def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
+    def _add_python_line(self, rank: int, about: _RankLines, text: str) -> None:
         if "Traceback (most recent call last):" in text:
             of_rank = _OF_RANK.search(text)
             about.inner = (
@@ -516,7 +518,7 @@ class LogParser:
             key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None
         }
 
-    def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
+    def _columns_of(self, rank: int, about: _RankLines) -> RankColumns:
         columns = about.columns
         columns.rank, columns.world_size = max(rank, -1), self._world_size
         columns.launcher_signal, columns.remarks = self._launcher_signal, self._remarks
@@ -550,7 +552,7 @@ class LogParser:
         columns: RankColumns,
         lists: dict[str, list[Any]],
         known: _Group,
-        about: _Rank,
+        about: _RankLines,
         places: dict[Channel, int],
     ) -> None:
         """Add a group's collectives to the columns, and its channel to the indices of those in
@@ -590,7 +592,9 @@ class LogParser:
             )
 
 
-def _add_work(about: _Rank, text: str, group: L.Group | None, timeout: L.Timeout | None) -> None:
+def _add_work(
+    about: _RankLines, text: str, group: L.NamedGroup | None, timeout: L.Timeout | None
+) -> None:
     """Add a collective that timed out or failed, and the progress of its group."""
     progress = L.parse_progress(text)
     if timeout is not None:
@@ -611,7 +615,7 @@ def _add_work(about: _Rank, text: str, group: L.Group | None, timeout: L.Timeout
             about.unassigned.pop((timeout.group_rank, timeout.number), None)
 
 
-def _share_out(unnamed: _Rank, named: list[_Rank]) -> None:
+def _share_out(unnamed: _RankLines, named: list[_RankLines]) -> None:
     """Give each error that was printed without a rank to the only rank that can have raised it."""
     left = unnamed.columns
     asserted = [one.columns for one in named if ASSERTED in one.columns.exception]
@@ -649,7 +653,7 @@ def _observed(code: int, ended_ns: int = 0) -> Observation:
     )
 
 
-def _tells_nothing(about: _Rank) -> bool:
+def _tells_nothing(about: _RankLines) -> bool:
     """Return whether no line tells anything of a rank itself."""
     told = (
         about.unassigned
@@ -673,7 +677,7 @@ def _add_calls(
     channel = Channel(
         ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda"
     )
-    kinds: dict[Call, int] = {}
+    kinds: dict[NcclCall, int] = {}
     for number, call in communicator.calls.get(columns.rank, {}).items():
         if call not in kinds:
             kinds[call] = len(columns.args)
@@ -688,7 +692,7 @@ def _add_calls(
         )
 
 
-def _add_unplaced(columns: RankColumns, about: _Rank) -> None:
+def _add_unplaced(columns: RankColumns, about: _RankLines) -> None:
     """Add notes on the timeouts whose group or whose number the log does not tell."""
     for (group_rank, _), timeout in about.unassigned.items():
         if timeout.has_failed:
@@ -720,7 +724,7 @@ def _append(lists: dict[str, list[Any]], **values: int) -> None:
         content.append(values.get(column, _UNKNOWN.get(column, 0)))
 
 
-def _args_of_call(call: Call) -> CollectiveArgs:
+def _args_of_call(call: NcclCall) -> CollectiveArgs:
     """Return the arguments of a collective in NCCL's words: the count is that of the tensor that
     every rank has.
     """
@@ -753,7 +757,7 @@ def _after(timeout_ms: int) -> str:
     return f" after {timeout_ms / 1000:g} s" if timeout_ms else ""
 
 
-def _group_phrase(group: L.Group) -> str:
+def _group_phrase(group: L.NamedGroup) -> str:
     if group.name:
         return f" in group {group.description or group.name}"
     named = f" ({group.description})" if group.description else ""

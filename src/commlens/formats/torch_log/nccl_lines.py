@@ -51,7 +51,7 @@ _Process = tuple[str, str]
 """Host and pid."""
 
 
-class Call(NamedTuple):
+class NcclCall(NamedTuple):
     """A collective that a rank issued."""
 
     op: str  # wire op
@@ -66,11 +66,11 @@ class Communicator(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]  # global ranks; empty if some of them are not known
-    calls: dict[int, dict[int, Call]]  # by global rank, by number
+    calls: dict[int, dict[int, NcclCall]]  # by global rank, by number
     met: int  # the number up to which all ranks issued the same
 
 
-class Place(NamedTuple):
+class NcclPlace(NamedTuple):
     """Where a rank runs, as NCCL's lines tell it."""
 
     host: str
@@ -94,7 +94,7 @@ class _Member:
     size: int = 0
     id: str = ""
     order: int = 0  # among the process's communicators of this size
-    calls: list[tuple[int, Call]] = field(default_factory=list)
+    calls: list[tuple[int, NcclCall]] = field(default_factory=list)
     sends: bool = False
 
 
@@ -157,7 +157,7 @@ class NcclLines:
         member.calls.append(
             (
                 int(call["number"], 16) + 1,
-                Call(
+                NcclCall(
                     op,
                     int(call["count"]),
                     _DTYPES[dtype] if dtype < len(_DTYPES) else "",
@@ -184,7 +184,7 @@ class NcclLines:
         free = set(range(size)) - {*known.values()} if len(rest) == 1 else set()
         return known | dict(zip(rest, free, strict=True)) if len(free) == 1 else known
 
-    def places(self) -> dict[int, Place]:
+    def places(self) -> dict[int, NcclPlace]:
         """Return where each rank runs, by its global rank."""
         found = {}
         for process, rank in self.ranks().items():
@@ -194,7 +194,7 @@ class NcclLines:
             used = {wires.names.get(number, "") for number in wires.used}
             nic = used.pop() if len(used) == 1 else ""
             nics = tuple(name for _, name in sorted(wires.names.items()))
-            found[rank] = Place(process[0], wires.gpu, nic, nics)
+            found[rank] = NcclPlace(process[0], wires.gpu, nic, nics)
         return found
 
     def world_size(self) -> int:
@@ -245,12 +245,12 @@ class NcclLines:
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
 
 
-def _numbered(calls: list[tuple[int, Call]], aligned: bool) -> dict[int, Call]:
+def _numbered(calls: list[tuple[int, NcclCall]], aligned: bool) -> dict[int, NcclCall]:
     """Return calls by number: if all ranks' first numbers are equal, counted from that."""
     return dict(enumerate((call for _, call in calls), calls[0][0])) if aligned else dict(calls)
 
 
-def _met(calls: dict[int, dict[int, Call]]) -> int:
+def _met(calls: dict[int, dict[int, NcclCall]]) -> int:
     """Return the number up to which all ranks issued the same."""
     last = min(max(own) for own in calls.values())
     for number in range(max(min(own) for own in calls.values()), last + 1):

@@ -92,7 +92,7 @@ def _entries(rows: RankColumns) -> Iterator[dict[str, Any]]:
         [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack]
         for stack in rows.call_stacks
     ]
-    numbers = _Numbers(rows)
+    numbers = _SequenceNumbers(rows)
     for at in range(len(rows)):
         channel, args = int(rows.channel[at]), int(rows.args_index[at])
         collective, message = numbers.at(at)
@@ -156,7 +156,7 @@ def _status(entries: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {str(pg_id): status[pg_id] for pg_id in sorted(status)}
 
 
-class _Numbers:
+class _SequenceNumbers:
     """The sequence numbers of each channel as torch's recorder counts them."""
 
     def __init__(self, rows: RankColumns) -> None:

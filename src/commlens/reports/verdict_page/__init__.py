@@ -13,7 +13,7 @@ from commlens.reports.step_table import StepTable, step_table
 from commlens.reports.terminal import render
 from commlens.reports.verdict_page.data import Ranks, VerdictPage
 from commlens.reports.verdict_page.hardware import hardware
-from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.job import PageJob, phrase
 from commlens.reports.verdict_page.rank_grids import rank_grids
 from commlens.reports.verdict_page.source_lines import culprits_lines, others_line
 from commlens.reports.verdict_page.stacks import stacks
@@ -27,7 +27,7 @@ _FILES_NAMED = 3
 
 
 def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
-    """Return the page of an examined job as HTML; ``has_times`` as in :class:`Job`."""
+    """Return the page of an examined job as HTML; ``has_times`` as in :class:`PageJob`."""
     verdict, page = examined.verdict, verdict_page(examined, has_times=has_times)
     return render_page(
         "verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text
@@ -35,12 +35,12 @@ def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
 
 
 def verdict_page(examined: ExaminedJob, *, has_times: bool = True) -> VerdictPage:
-    """Return the page's content as data; ``has_times`` as in :class:`Job`."""
+    """Return the page's content as data; ``has_times`` as in :class:`PageJob`."""
     with naming_worlds(examined.verdict.worlds):
-        return _page(Job(examined, has_times=has_times))
+        return _page(PageJob(examined, has_times=has_times))
 
 
-def _page(job: Job) -> VerdictPage:
+def _page(job: PageJob) -> VerdictPage:
     merged, stack_of = stacks(job)
     return VerdictPage(
         commlens=__version__,
@@ -61,18 +61,18 @@ def _page(job: Job) -> VerdictPage:
     )
 
 
-def _step(job: Job) -> StepTable | None:
+def _step(job: PageJob) -> StepTable | None:
     times = job.examined.step_times() if job.has_times else None
     return step_table(times) if times is not None and times.steps else None
 
 
-def _ticket(job: Job) -> str:
+def _ticket(job: PageJob) -> str:
     """Return the verdict and the facts as plain text, for a ticket."""
     facts = "".join(f"{name}: {value}\n" for name, value in _facts(job))
     return f"{render(job.verdict, 100)}\n{facts}"
 
 
-def _facts(job: Job) -> list[tuple[str, str]]:
+def _facts(job: PageJob) -> list[tuple[str, str]]:
     views = job.index.views.values()
     if not views:
         return []
@@ -102,7 +102,7 @@ def _files(names: list[str]) -> str:
     return ", ".join(names[:_FILES_NAMED]) + more
 
 
-def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
+def _ranks(job: PageJob, stack_of: dict[int, int]) -> Ranks:
     texts, no_log = Index[str](), RankLog(-1, 0)
     views = [job.index.views.get(rank) for rank in job.all_ranks]
     logs = [view.log if view is not None else no_log for view in views]

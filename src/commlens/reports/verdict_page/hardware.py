@@ -10,14 +10,14 @@ from commlens.diagnosis.words.hardware import event_phrase
 from commlens.model.cause import OfHardware
 from commlens.model.health import HealthEvent
 from commlens.reports.verdict_page.data import HardwareChange, HardwareMark, HardwareTable
-from commlens.reports.verdict_page.job import Job
+from commlens.reports.verdict_page.job import PageJob
 from commlens.text import capital, count, format_ranks
 
 CHANGES_SHOWN: Final = 60
 _Key = tuple[str, str, str, int]
 
 
-def hardware(job: Job) -> HardwareTable | None:
+def hardware(job: PageJob) -> HardwareTable | None:
     """Return the changes of all nodes in the order of their times; None if nothing changed."""
     marks = _marks(job)
     found = sorted(
@@ -42,7 +42,7 @@ def _key(node: Node, event: HealthEvent) -> _Key:
     return (node.health.host, event.part, event.what, event.number)
 
 
-def _marks(job: Job) -> dict[_Key, HardwareMark]:
+def _marks(job: PageJob) -> dict[_Key, HardwareMark]:
     """Return what the verdict says of changes."""
     marks: dict[_Key, HardwareMark] = {}
     for finding in job.verdict.findings:

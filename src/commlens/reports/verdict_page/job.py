@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
-from commlens.diagnosis.index.job_index import Block, ChannelKey, JobIndex, RankView
+from commlens.diagnosis.index.job_index import BlockedThread, ChannelKey, JobIndex, RankView
 from commlens.diagnosis.words.phrases import exit_words
 from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding, Verdict
@@ -36,7 +36,7 @@ _REFUSED = ("was refused {}", "were refused {}")  # by strict verification, befo
 _SEVERAL = (0, 1)  # any ranks: the verb is plural
 
 
-class Doing(NamedTuple):
+class RankActivity(NamedTuple):
     """A rank's activity; ranks with equal ones form a class."""
 
     role: Role
@@ -45,7 +45,7 @@ class Doing(NamedTuple):
     place: str = ""
 
 
-class Job:
+class PageJob:
     """An examined job, with its ranks in classes.
 
     Args:
@@ -114,7 +114,7 @@ class Job:
 
     def _fold(self) -> tuple[list[RankClass], dict[int, int]]:
         for detail in range(_DETAILS, -1, -1):
-            doing: dict[Doing, list[int]] = defaultdict(list)
+            doing: dict[RankActivity, list[int]] = defaultdict(list)
             for rank in self.all_ranks:
                 doing[self._doing(rank, detail)].append(rank)
             if len(doing) <= CLASSES_WANTED:
@@ -141,7 +141,7 @@ class Job:
             )
         return classes, class_of
 
-    def _class(self, what: Doing, ranks: list[int]) -> RankClass:
+    def _class(self, what: RankActivity, ranks: list[int]) -> RankClass:
         blocks = [(rank, block) for rank in ranks if (block := self.block_of(rank)) is not None]
         detail = ""
         if blocks:
@@ -161,7 +161,7 @@ class Job:
             detail=detail,
         )
 
-    def _doing(self, rank: int, detail: int) -> Doing:
+    def _doing(self, rank: int, detail: int) -> RankActivity:
         role = self.role(rank)
         if role in ("culprit", "awaited"):
             detail = _DETAILS
@@ -169,23 +169,25 @@ class Job:
         if view is None:
             if rank in self.index.no_record:
                 return _same(role, "left no record")
-            return Doing(role, "has no records here", "have no records here")
+            return RankActivity(role, "has no records here", "have no records here")
         block = self.block_of(rank)
         if view.exit.kind == "clean":
             return _same(role, "finished")
         if view.exit.kind in ("own", "gone") or (view.exit.ended and block is None):
             one, several = exit_words(view.exit), exit_words(view.exit, _SEVERAL)
-            return Doing(role, one, several, _place(view.exit.source or _main_frame(view), detail))
+            return RankActivity(
+                role, one, several, _place(view.exit.source or _main_frame(view), detail)
+            )
         if block is not None:
             one, several = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
             name, place = _phrase(block.op, detail), _place(block.op.source, detail)
-            return Doing(role, one.format(name), several.format(name), place)
+            return RankActivity(role, one.format(name), several.format(name), place)
         if (frame := _main_frame(view)) is not None:
             where = frame.function or frame.where
-            return Doing(role, f"is in {where}", f"are in {where}", _place(frame, detail))
+            return RankActivity(role, f"is in {where}", f"are in {where}", _place(frame, detail))
         return self._at_rest(view, role, detail)
 
-    def _at_rest(self, view: RankView, role: Role, detail: int) -> Doing:
+    def _at_rest(self, view: RankView, role: Role, detail: int) -> RankActivity:
         """Return what a rank without a stack and without an op in flight did last."""
         if view.last_op is not None:
             words = f"issued {_phrase(view.last_op, detail)} last"
@@ -194,13 +196,13 @@ class Job:
             return _same(role, "left no readable record")
         if not self.index.foreign:
             return _same(role, "issued nothing")
-        return Doing(role, "has nothing in flight", "have nothing in flight")
+        return RankActivity(role, "has nothing in flight", "have nothing in flight")
 
-    def _is_refused(self, rank: int, block: Block) -> bool:
+    def _is_refused(self, rank: int, block: BlockedThread) -> bool:
         """Return whether strict verification refused the collective before it was issued."""
         return block.how == "failed" and self.index.views[rank].exit.refused
 
-    def block_of(self, rank: int) -> Block | None:
+    def block_of(self, rank: int) -> BlockedThread | None:
         """Return what blocks a rank: the block of its main thread, else the oldest one."""
         view = self.index.views.get(rank)
         if view is None or not view.blocks:
@@ -248,8 +250,8 @@ def label(op: Collective) -> str:
     return group_label(op.channel.group, "the default group")
 
 
-def _same(role: Role, words: str, place: str = "") -> Doing:
-    return Doing(role, words, words, place)
+def _same(role: Role, words: str, place: str = "") -> RankActivity:
+    return RankActivity(role, words, words, place)
 
 
 def _roles(verdict: Verdict, index: JobIndex) -> dict[int, Role]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 from commlens.reports.verdict_page.data import Layout, LayoutRow
-from commlens.reports.verdict_page.job import Job
+from commlens.reports.verdict_page.job import PageJob
 from commlens.text import group_label, members_text
 
 _LAYOUTS_MAX = 12
 
 
-def rank_grids(job: Job) -> list[Layout]:
+def rank_grids(job: PageJob) -> list[Layout]:
     """Return one grid for each group label, and one by host."""
     by_label: dict[str, dict[tuple[int, ...], bool]] = defaultdict(dict)
     faults = {
@@ -42,7 +42,7 @@ def rank_grids(job: Job) -> list[Layout]:
     return found[:_LAYOUTS_MAX]
 
 
-def _by_host(job: Job) -> Layout:
+def _by_host(job: PageJob) -> Layout:
     hosts: dict[str, list[int]] = defaultdict(list)
     for rank, view in sorted(job.index.views.items()):
         hosts[view.log.host or "an unnamed host"].append(rank)

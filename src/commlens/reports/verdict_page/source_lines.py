@@ -12,7 +12,7 @@ from pathlib import Path
 
 from commlens.model.collective import Frame
 from commlens.reports.verdict_page.data import OtherLine, SourceLines
-from commlens.reports.verdict_page.job import Job
+from commlens.reports.verdict_page.job import PageJob
 from commlens.text import clean, format_ranks
 
 _AROUND = 4  # lines before and after
@@ -20,7 +20,7 @@ _LONGEST = 160  # characters of a line
 _LARGEST = 4_000_000  # bytes of a file
 
 
-def culprits_lines(job: Job) -> SourceLines | None:
+def culprits_lines(job: PageJob) -> SourceLines | None:
     """Return the lines around that of the first finding; None if there are none to trust."""
     finding = job.verdict.findings[0] if job.verdict.findings else None
     if finding is None:
@@ -28,7 +28,7 @@ def culprits_lines(job: Job) -> SourceLines | None:
     return source_lines(finding.source_file or "", finding.function or "", _captured(job))
 
 
-def others_line(job: Job) -> OtherLine | None:
+def others_line(job: PageJob) -> OtherLine | None:
     """Return where the ranks that disagree with the culprits issued the collective; None if the
     first finding is no mismatch, or they issued it at the culprits' line.
     """
@@ -54,7 +54,7 @@ def others_line(job: Job) -> OtherLine | None:
     return OtherLine(format_ranks(ranks[frame]), place, lines)
 
 
-def _captured(job: Job) -> int:
+def _captured(job: PageJob) -> int:
     moments = [view.now_ns for view in job.index.views.values()]
     return max(moments, default=0) if job.has_times else 0
 

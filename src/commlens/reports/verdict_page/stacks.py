@@ -7,7 +7,7 @@ from collections import defaultdict
 from commlens.model.collective import Stack
 from commlens.model.ranklog import ThreadStack
 from commlens.reports.verdict_page.data import ROLES, FrameRef, Role, StackClass
-from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.job import PageJob, phrase
 from commlens.text import format_ranks
 
 _CLASSES_MAX = 60
@@ -15,7 +15,7 @@ _FRAMES_MAX = 80
 _OTHER_THREADS_OF = 4  # culprits whose other threads are shown
 
 
-def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
+def stacks(job: PageJob) -> tuple[list[StackClass], dict[int, int]]:
     """Return the classes, those of the culprits first, and the class of each rank's main thread."""
     found: dict[tuple[Role, str, str, Stack], list[int]] = defaultdict(list)
     for rank, view in job.index.views.items():
@@ -58,7 +58,7 @@ def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
     return classes, class_of
 
 
-def _others(job: Job, rank: int) -> list[ThreadStack]:
+def _others(job: PageJob, rank: int) -> list[ThreadStack]:
     log = job.index.views[rank].log
     threads = {
         stack.thread: stack

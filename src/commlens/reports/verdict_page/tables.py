@@ -18,7 +18,7 @@ from commlens.reports.verdict_page.data import (
     TableColumn,
     TableRow,
 )
-from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.job import PageJob, phrase
 from commlens.text import (
     args_phrase,
     duration,
@@ -44,7 +44,7 @@ _STATES: dict[State, CellState] = {
 }
 
 
-def tables(job: Job) -> list[Table]:
+def tables(job: PageJob) -> list[Table]:
     """Return one table for each group with a fault or a wait, and one of all collectives in the
     order of issue.
     """
@@ -84,7 +84,7 @@ def tables(job: Job) -> list[Table]:
 class _Columns:
     """Ranks with the same cells, as columns: the root cause first, and as many as a table shows."""
 
-    def __init__(self, job: Job, cells: dict[int, list[Cell]]) -> None:
+    def __init__(self, job: PageJob, cells: dict[int, list[Cell]]) -> None:
         columns: dict[tuple[Role, tuple[object, ...]], list[int]] = defaultdict(list)
         for rank, column in cells.items():
             columns[
@@ -110,7 +110,7 @@ class _Columns:
 # --- by sequence number
 
 
-def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
+def _aligned(job: PageJob, key: ChannelKey, centre: int) -> Table:
     views, group = job.index.views, job.index.channels[key].group
     tracks = {rank: views[rank].tracks.get(key) for rank in key[2] if rank in views}
     newest = max((track.last for track in tracks.values() if track is not None), default=centre)
@@ -138,7 +138,7 @@ def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
     return Table(name, about, columns.heads, rows, columns.left_out)
 
 
-def _awaited(job: Job, tracks: Mapping[int, Track | None], number: int) -> set[int]:
+def _awaited(job: PageJob, tracks: Mapping[int, Track | None], number: int) -> set[int]:
     """Return the ranks with a part in the fault that have not issued the collective."""
     return {
         rank
@@ -149,7 +149,7 @@ def _awaited(job: Job, tracks: Mapping[int, Track | None], number: int) -> set[i
 
 
 def _mismatches(
-    job: Job, key: ChannelKey, numbers: Sequence[int]
+    job: PageJob, key: ChannelKey, numbers: Sequence[int]
 ) -> tuple[dict[int, set[int]], dict[int, str]]:
     """Return, by number, the ranks that differ and a note on the difference."""
     odd: dict[int, set[int]] = {}
@@ -204,7 +204,7 @@ def _filled(op: Collective, name: str, differs: bool = False) -> Cell:
 # --- in the order of issue
 
 
-def _in_order(job: Job) -> Table:
+def _in_order(job: PageJob) -> Table:
     """Return the last collectives on all groups, which shows ranks that use another order."""
     cells = {
         rank: [

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from commlens.diagnosis.index.job_index import ChannelKey, RankView
 from commlens.model.collective import Collective, LearnedHow, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
-from commlens.reports.verdict_page.job import Job, label, phrase
+from commlens.reports.verdict_page.job import PageJob, label, phrase
 from commlens.text import (
     args_phrase,
     format_ranks,
@@ -52,7 +52,7 @@ class Index(Generic[T]):
         return list(self._numbers)
 
 
-def timeline(job: Job) -> Timeline:
+def timeline(job: PageJob) -> Timeline:
     """Return the most relevant lanes, the last collectives of each, and the arrivals at the
     collectives that the findings name.
     """
@@ -90,7 +90,7 @@ def timeline(job: Job) -> Timeline:
     return made
 
 
-def _notes(job: Job, ranks: Sequence[int]) -> list[str]:
+def _notes(job: PageJob, ranks: Sequence[int]) -> list[str]:
     """Return what a reader has to know of the times."""
     notes = []
     if not job.knows_capture_time:
@@ -124,7 +124,7 @@ def _columns(
     )
 
 
-def _lane_ranks(job: Job) -> list[int]:
+def _lane_ranks(job: PageJob) -> list[int]:
     """Return all ranks if they fit; else the culprits, and the first and last rank of each
     class.
     """
@@ -176,7 +176,7 @@ def _us(moment: int, zero: int) -> int:
     return (moment - zero) // 1000 if moment else -1 << 52
 
 
-def _moment_of_the_fault(job: Job) -> tuple[int, str] | None:
+def _moment_of_the_fault(job: PageJob) -> tuple[int, str] | None:
     for key, number, _ in job.focus:
         found = [
             op
@@ -196,7 +196,7 @@ def _op(view: RankView, key: ChannelKey, number: int) -> Collective | None:
 
 
 def _arrivals(
-    job: Job, key: ChannelKey, number: int, zero: int, channels: Index[ChannelKey]
+    job: PageJob, key: ChannelKey, number: int, zero: int, channels: Index[ChannelKey]
 ) -> Arrivals | None:
     met: list[tuple[int, int]] = []
     absent: list[int] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from commlens.diagnosis.align.alignment import Mismatch
-from commlens.diagnosis.graph.wait_graph import Edge, Node
+from commlens.diagnosis.align.alignment import RecordMismatch
+from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.model.collective import Collective
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
-from commlens.reports.verdict_page.job import Job, label, phrase
+from commlens.reports.verdict_page.job import PageJob, label, phrase
 from commlens.text import capital, count, format_ranks, key_phrase, op_phrase, ranks_phrase
 
 NamedOp = tuple[int, str, str]
@@ -18,7 +18,7 @@ wait for a key is empty, and its name is a phrase.
 """
 
 
-def wait_graph(job: Job) -> WaitGraph:
+def wait_graph(job: PageJob) -> WaitGraph:
     """Fold the graph of threads: one node for each class that waits or is waited for, one edge for
     each pair of classes.
     """
@@ -26,7 +26,7 @@ def wait_graph(job: Job) -> WaitGraph:
 
 
 class _Fold:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PageJob) -> None:
         self.job = job
         self.nodes: list[GraphNode] = []
         self._known: dict[tuple[str, int], int] = {}
@@ -37,7 +37,7 @@ class _Fold:
 
     def graph(self) -> WaitGraph:
         graph = self.job.graph
-        through: dict[Node, list[Node]] = defaultdict(list)
+        through: dict[WaitNode, list[WaitNode]] = defaultdict(list)
         for source in sorted(graph.edges):
             for target, edge in graph.edges[source].items() if source.kind == "wait" else ():
                 if target.kind == "at":
@@ -107,7 +107,7 @@ class _Fold:
             GraphNode(cls=number, root=self.job.classes[number].role in ("culprit", "awaited")),
         )
 
-    def _ends(self, target: Node, edge: Edge) -> list[int]:
+    def _ends(self, target: WaitNode, edge: Edge) -> list[int]:
         """Return the nodes at the end of a wait."""
         job = self.job
         if target.kind == "mismatch":
@@ -154,7 +154,7 @@ class _Fold:
         return [self._of_class(job.class_of[target.rank])] if target.rank in job.class_of else []
 
 
-def _opposite(mismatch: Mismatch, rank: int) -> Iterable[int]:
+def _opposite(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
     """Return the ranks that a rank waits for in a mismatch: the culprits, or those that a culprit
     met.
     """

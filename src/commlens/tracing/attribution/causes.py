@@ -6,7 +6,7 @@ import functools
 from types import FrameType
 from typing import Any
 
-from commlens.model.trace import Cause
+from commlens.model.trace import Redistribution
 from commlens.tracing.attribution.stacks import StackInfo
 
 _CACHE_LIMIT = 10_000
@@ -17,9 +17,9 @@ class Causes:
     """The causes seen so far, interned because programs repeat them."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Cause] = {}
+        self._known: dict[Any, Redistribution] = {}
 
-    def find(self, info: StackInfo, frame: FrameType | None) -> Cause | None:
+    def find(self, info: StackInfo, frame: FrameType | None) -> Redistribution | None:
         """Return the cause of a collective whose stack starts at ``frame``; None if no DTensor is
         involved.
         """
@@ -50,12 +50,12 @@ class Causes:
 
     def _intern(
         self, key: Any, op: str | None, before: Any, after: Any, implicit: bool, mesh: Any
-    ) -> Cause:
+    ) -> Redistribution:
         cause = self._known.get(key)
         if cause is None:
             if len(self._known) >= _CACHE_LIMIT:
                 self._known = {}
-            cause = self._known[key] = Cause(
+            cause = self._known[key] = Redistribution(
                 op, str(before), str(after), implicit, str(mesh) if mesh is not None else ""
             )
         return cause

@@ -69,7 +69,7 @@ _NOT_CALLED_BY_NAME = (
 )
 
 
-class _Place(NamedTuple):
+class _IssuingFunction(NamedTuple):
     """A function of torch whose local variables tell about the collective that it issues."""
 
     kind: str
@@ -89,7 +89,7 @@ class _Place(NamedTuple):
 
 
 _PLACES = (
-    _Place(
+    _IssuingFunction(
         "FSDP2 block",
         (
             "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
@@ -98,7 +98,7 @@ _PLACES = (
         ("self",),
         "self",
     ),
-    _Place(
+    _IssuingFunction(
         "FSDP2 state",
         (
             "distributed/fsdp/_fully_shard/_fsdp_state.py",
@@ -107,27 +107,27 @@ _PLACES = (
         ("self",),
         functions=("_pre_backward",),
     ),
-    _Place("FSDP unit", _FSDP1, ("handle",), "handle"),
-    _Place("FSDP unit", _FSDP1[:1], ("self",), "self"),
-    _Place(
+    _IssuingFunction("FSDP unit", _FSDP1, ("handle",), "handle"),
+    _IssuingFunction("FSDP unit", _FSDP1[:1], ("self",), "self"),
+    _IssuingFunction(
         "DDP bucket", ("distributed/algorithms/ddp_comm_hooks/",), ("bucket",), argument="bucket"
     ),
-    _Place("message", (_C10D,), ("p2p_op",), functions=("batch_isend_irecv",)),
-    _Place(
+    _IssuingFunction("message", (_C10D,), ("p2p_op",), functions=("batch_isend_irecv",)),
+    _IssuingFunction(
         "message",
         ("distributed/pipelining/schedules.py",),
         ("p",),
         functions=("_batch_p2p", "<listcomp>"),
     ),
-    _Place("microbatch", (_STAGE,), (_FORWARD_CHUNK,), _FORWARD_CHUNK),
-    _Place("microbatch", (_STAGE,), (_BACKWARD_CHUNK,), _BACKWARD_CHUNK),
-    _Place(
+    _IssuingFunction("microbatch", (_STAGE,), (_FORWARD_CHUNK,), _FORWARD_CHUNK),
+    _IssuingFunction("microbatch", (_STAGE,), (_BACKWARD_CHUNK,), _BACKWARD_CHUNK),
+    _IssuingFunction(
         "redistribution",
         (_REDISTRIBUTE,),
         ("current_spec", "target_spec", "is_explicit"),
         functions=("redistribute_local_tensor",),
     ),
-    _Place("DTensor op", ("distributed/tensor/_dispatch.py",), ("op_call",), "op_call"),
+    _IssuingFunction("DTensor op", ("distributed/tensor/_dispatch.py",), ("op_call",), "op_call"),
 )
 """The innermost frame of each kind is read."""
 

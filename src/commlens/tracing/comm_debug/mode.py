@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from commlens.errors import MissingDependency
-from commlens.model.trace import Cause, Phase, TraceData
+from commlens.model.trace import Phase, Redistribution, TraceData
 from commlens.traces.trace import Trace
 
 if importlib.util.find_spec("torch") is None:
@@ -62,7 +62,7 @@ class CommDebugMode:
         self.comm_counts: Counts = defaultdict(int)
         self.comm_module_counts: dict[str, dict[str, Counts]] = {}
         # by module, pass and op, counted as the collectives are
-        self._causes: dict[str, dict[str, dict[Any, Counter[Cause]]]] = {}
+        self._causes: dict[str, dict[str, dict[Any, Counter[Redistribution]]]] = {}
         self.comm_registry: set[Any] = set(collective_packets())
         self.advanced_module_tracker = ModuleView()
         self._modules = SeenModules()
@@ -206,7 +206,11 @@ class CommDebugMode:
         return owner.name if owner.name.partition(".")[0] in self._modules.by_path else None
 
     def _count(
-        self, packet: Any, phase: Phase | None, path: str | None, cause: Cause | None = None
+        self,
+        packet: Any,
+        phase: Phase | None,
+        path: str | None,
+        cause: Redistribution | None = None,
     ) -> None:
         self.comm_counts[packet] += 1
         which = PASSES[phase]
@@ -219,7 +223,7 @@ class CommDebugMode:
                 return
             module = module.parent
 
-    def _add(self, path: str, which: str, packet: Any, cause: Cause | None) -> None:
+    def _add(self, path: str, which: str, packet: Any, cause: Redistribution | None) -> None:
         counts = self.comm_module_counts.get(path)
         if counts is None:
             counts = self.comm_module_counts[path] = _no_counts()

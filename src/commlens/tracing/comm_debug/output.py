@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from commlens.model.trace import Cause, Phase
+from commlens.model.trace import Phase, Redistribution
 from commlens.traces.wording import cause_words
 from commlens.tracing.comm_debug.modules import GLOBAL, SeenModule, SeenModules
 from commlens.tracing.ops import OpRecord
@@ -39,14 +39,14 @@ class Section(NamedTuple):
     module: SeenModule
     collectives: Mapping[str, Mapping[Any, int]]  # by pass and packet, including modules inside
     operations: Mapping[str, list[OpRecord]]  # by pass, own ops only
-    causes: Mapping[str, Mapping[Any, Mapping[Cause, int]]]  # of the collectives, likewise
+    causes: Mapping[str, Mapping[Any, Mapping[Redistribution, int]]]  # of the collectives, likewise
 
 
 def sections(
     modules: SeenModules,
     counts: Mapping[str, Mapping[str, Mapping[Any, int]]],
     records: list[OpRecord],
-    causes: Mapping[str, Mapping[str, Mapping[Any, Mapping[Cause, int]]]],
+    causes: Mapping[str, Mapping[str, Mapping[Any, Mapping[Redistribution, int]]]],
 ) -> list[Section]:
     """Return the sections in the order of the tree, ``"Global"`` first."""
     operations: dict[str, dict[str, list[OpRecord]]] = {}

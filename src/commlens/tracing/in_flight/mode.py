@@ -48,7 +48,7 @@ def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
         here.running -= 1
 
 
-class _Here(threading.local):
+class _ThreadMode(threading.local):
     running = 0  # ops of this thread that the mode runs: torch takes it from the stack meanwhile
     is_on = False  # as this thread left it
 
@@ -61,7 +61,7 @@ class OpsWatch(EagerMode):
     def __init__(self, before_op: Callable[[OpAccess, Any, Any], None]) -> None:
         super().__init__()
         self.before_op = before_op
-        self.here = _Here()
+        self.here = _ThreadMode()
 
     __torch_dispatch__ = _dispatch
 

@@ -94,7 +94,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Found:
+class BufferUse:
     """An op that touched a buffer of a collective in flight."""
 
     what: Literal["touched-in-flight", "shared-in-flight"]
@@ -119,7 +119,7 @@ class BufferWatch(tap.WaitSubscriber):
                 asks for.
         """
         self.sees_fake_tensors = preview
-        self.found: Counter[Found] = Counter()
+        self.found: Counter[BufferUse] = Counter()
         self._preview = preview
         self._backend = backend
         self._mode = OpsWatch(self._before_op)
@@ -419,7 +419,7 @@ class BufferWatch(tap.WaitSubscriber):
             if hit is None or stack is None or len(self.found) >= _FOUND_MAX:
                 continue
             self.found[
-                Found(
+                BufferUse(
                     "touched-in-flight" if channel is None else "shared-in-flight",
                     hit.flight.stack,
                     stack,

@@ -39,7 +39,7 @@ from commlens.watch.nodes.beat import (
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, STALE_S, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
 from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.known_nodes import KnownNodes, Lost, View
+from commlens.watch.nodes.known_nodes import KnownNodes, Lost, NodesView
 from commlens.watch.nodes.meeting_places import Client, Place, places, stored
 from commlens.watch.nodes.periods import (
     BUSY_PERIOD_S,
@@ -57,7 +57,7 @@ from commlens.watch.nodes.states_tree import Tree
 from commlens.watch.nodes.status_answers import QUESTION, StatusAnswers
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
-from commlens.watch.stall import Wait, waits
+from commlens.watch.stall import OpenWait, waits
 
 log = logging.getLogger("commlens")
 
@@ -154,8 +154,8 @@ class Nodes:
         self._from_root: Collecting | None = None  # for this node, which asked
         # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
         self._waits: dict[tuple[int, int], int] = {}
-        self._oldest: list[Wait] = []  # of these
-        self._waits_in: View | None = None  # the values that these were made of
+        self._oldest: list[OpenWait] = []  # of these
+        self._waits_in: NodesView | None = None  # the values that these were made of
 
     # --- the watcher's side
 
@@ -243,7 +243,7 @@ class Nodes:
         view = self._view()
         return list(view.live) if view is not None else []
 
-    def _view(self) -> View | None:
+    def _view(self) -> NodesView | None:
         """Return what follows from the values of the other nodes; None without a store."""
         now = time.monotonic()
         with self._lock:
@@ -341,7 +341,7 @@ class Nodes:
         view = self._view()
         return view.reporter(self._mine) if view is not None else None
 
-    def waits(self, now_ns: int) -> list[Wait]:
+    def waits(self, now_ns: int) -> list[OpenWait]:
         """Return the oldest waits of other nodes, one of each; if another node reports for the job,
         its value holds the oldest of all.
         """
@@ -358,7 +358,9 @@ class Nodes:
                 if beat.wait_id
             }
             oldest = heapq.nsmallest(_WAITS, ((ns, slot) for (slot, _), ns in self._waits.items()))
-            self._oldest = [Wait(since_ns, -1 - slot, "collective") for since_ns, slot in oldest]
+            self._oldest = [
+                OpenWait(since_ns, -1 - slot, "collective") for since_ns, slot in oldest
+            ]
             self._waits_in = view
         return self._oldest
 

@@ -29,7 +29,7 @@ class Known(NamedTuple):
     lives: bool  # it has changed: else its watcher may have been killed before this node came
 
 
-class View(NamedTuple):
+class NodesView(NamedTuple):
     """What follows from the values of all nodes of this node's incarnation, until one changes."""
 
     peers: list[Known]
@@ -70,7 +70,7 @@ class KnownNodes:
         """A node that has been silent for this long is taken as lost."""
         self._by_slot: dict[int, Known] = {}
         self._version = 0  # it rises with each change of these
-        self._view: tuple[object, View] | None = None  # and what it was made of
+        self._view: tuple[object, NodesView] | None = None  # and what it was made of
         # by slot: the last evidence of nodes that have left
         self._evidence_left: dict[int, bytes] = {}
         self._read_news: dict[int, int] = {}  # by slot: the highest number
@@ -87,7 +87,7 @@ class KnownNodes:
         """Return the nodes of this node's incarnation of the job."""
         return [known for known in self._by_slot.values() if mine.shares_incarnation(known.beat)]
 
-    def view(self, mine: Beat, now: float) -> View:
+    def view(self, mine: Beat, now: float) -> NodesView:
         """Return what follows from all values. The watcher asks for it some times a second, and
         with ten thousand nodes it takes a tenth of a second.
         """
@@ -103,13 +103,13 @@ class KnownNodes:
             self._view = (made_of, self._make_view(mine, now))
         return self._view[1]
 
-    def _make_view(self, mine: Beat, now: float) -> View:
+    def _make_view(self, mine: Beat, now: float) -> NodesView:
         peers = self.peers(mine)
         living = self._living(peers, now)
         live = [known.beat for known in living]
         heard = [known.beat for known in peers if known.lives]
         unfinished = (known.beat.order for known in peers if not known.beat.finished)
-        return View(
+        return NodesView(
             peers,
             live,
             min((known.changed for known in living), default=now) + self.lost_s,

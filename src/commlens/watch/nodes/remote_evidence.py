@@ -31,7 +31,7 @@ LOOK_S: Final = 0.4  # how long processes are watched for ``commlens status``
 _IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
 
-class _Rank(msgspec.Struct):
+class _RankEvidence(msgspec.Struct):
     log: RankLog  # without records
     box: bytes  # packed; empty if there is none that can be read
 
@@ -62,7 +62,7 @@ def pack(
         health: the hardware of this node.
     """
     joined = have_joined(members)
-    ranks: list[_Rank] = []
+    ranks: list[_RankEvidence] = []
     for member in members:
         box = b""
         if member.box is not None:
@@ -80,7 +80,7 @@ def pack(
             log.health = msgspec.structs.replace(
                 health, events=health.events[-_EVENTS_SENT:], values={}
             )
-        ranks.append(_Rank(log, box))
+        ranks.append(_RankEvidence(log, box))
     return msgspec.msgpack.encode(ranks)
 
 
@@ -126,7 +126,7 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
     """Read what another node sent with :func:`pack`."""
     found = NodeEvidence(host)
     try:
-        ranks = msgspec.msgpack.decode(content, type=list[_Rank])
+        ranks = msgspec.msgpack.decode(content, type=list[_RankEvidence])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return NodeEvidence(
             host, problems=[f"The evidence of node {host} could not be read: {error}."]

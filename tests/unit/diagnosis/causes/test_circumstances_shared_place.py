@@ -21,7 +21,7 @@ from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.topology import HostPlace, Inventory
 from commlens.model.verdict import Verdict
-from commlens.speed.pace import Slow
+from commlens.speed.pace import SlowRanks
 
 LEAVES = Inventory(
     {f"n{node}": HostPlace(leaf=f"leaf-{node // 2}", rack=f"r{node // 4}") for node in range(8)}
@@ -132,14 +132,14 @@ def slow_logs(ranks: int, per_node: int) -> list[RankLog]:
 
 def test_slow_ranks_on_one_rail():
     logs = slow_logs(32, 8)
-    verdict = straggler_verdict(Slow([3, 11, 19, 27], 0.4, 12, 1.0, 0.0, 0.0), logs)
+    verdict = straggler_verdict(SlowRanks([3, 11, 19, 27], 0.4, 12, 1.0, 0.0, 0.0), logs)
     assert place_of(verdict) == ("rail", "3", [3, 11, 19, 27])
     hold("shared-place/slow-on-one-rail", verdict)
 
 
 def test_slow_ranks_on_several_rails():
     logs = slow_logs(16, 8)
-    verdict = straggler_verdict(Slow([3, 10], 0.4, 12, 1.0, 0.0, 0.0), logs)
+    verdict = straggler_verdict(SlowRanks([3, 10], 0.4, 12, 1.0, 0.0, 0.0), logs)
     assert place_of(verdict) is None
 
 

@@ -19,7 +19,7 @@ from commlens.model.collective import State
 from commlens.model.health import HealthEvent, NodeHealth, RankPlace
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
-from commlens.speed.pace import Slow
+from commlens.speed.pace import SlowRanks
 
 MISSING = DEAD = 2
 SLOW = 1
@@ -101,7 +101,7 @@ def verdict_on(incident: Incident, folder: Path) -> Verdict:
 
 
 def slow_verdict(logs: list[RankLog]) -> Verdict:
-    return straggler_verdict(Slow([SLOW], 0.4, 12, 1.0, 0.0, 0.0), logs)
+    return straggler_verdict(SlowRanks([SLOW], 0.4, 12, 1.0, 0.0, 0.0), logs)
 
 
 def explaining(verdict: Verdict) -> list[Hardware]:

@@ -15,16 +15,16 @@ from commlens.diagnosis.causes.straggler import StragglerCase, find_straggler
 from commlens.model.cause import HotLine
 from commlens.model.collective import Frame, Stack
 from commlens.model.ranklog import RankLog
-from commlens.speed.pace import Slow
+from commlens.speed.pace import SlowRanks
 
 LOAD, MAIN = Frame(SCRIPT, 7, "load_batch"), Frame(SCRIPT, 30, "main")
-SLOW = Slow([2], cost=0.33, steps=50, step_s=0.153, no_cpu=0.0, no_cpu_others=0.0)
+SLOW = SlowRanks([2], cost=0.33, steps=50, step_s=0.153, no_cpu=0.0, no_cpu_others=0.0)
 
 
 def straggler(
     logs: list[RankLog] | None = None,
     profiles: Mapping[int, Mapping[Stack, int]] | None = None,
-    slow: Slow = SLOW,
+    slow: SlowRanks = SLOW,
 ) -> StragglerCase:
     return find_straggler(slow, logs or job(4, 50, late), profiles or {}, range(4))
 

@@ -18,7 +18,7 @@ from commlens.diagnosis.views.dump_diff import Position, compare_positions, othe
 from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 from commlens.formats.rank_log_columns import columns_from_log
-from commlens.model.movement import Moved, Movement, Place
+from commlens.model.movement import DumpPosition, Moved, Movement
 from commlens.model.ranklog import RankLog
 
 
@@ -151,7 +151,7 @@ class TestCommand:
         jsonschema.Draft202012Validator.check_schema(schema)
         jsonschema.validate(printed, schema)
         assert list(schema["properties"]) == list(Movement.__struct_fields__)
-        for kind in (Moved, Place):
+        for kind in (Moved, DumpPosition):
             assert list(schema["$defs"][kind.__name__]["properties"]) == list(
                 kind.__struct_fields__
             )

@@ -21,15 +21,15 @@ from commlens.model.cause import Diverged, DivergedTensor, TensorSide
 from commlens.model.numbers import (
     CheckId,
     Measure,
+    NumbersReport,
     OpLog,
     OpPlace,
     OpRun,
-    Report,
     StepsCompared,
-    Table,
+    TensorTable,
 )
-from commlens.numbers.comparison import EVERY_OP, Comparison
-from commlens.numbers.differences import Part
+from commlens.numbers.comparison import EVERY_OP, TensorComparison
+from commlens.numbers.differences import RelatedTables
 
 NORM = "layers.4.norm.weight"
 MODEL = {
@@ -84,15 +84,15 @@ def test_the_first_op() -> None:
         made = OpRun(made_by, (), (gradient,), (gradient,), (), 1)
         return OpLog((place, backward), (made, OpRun("add_", (), (1, gradient), (), (write,), 0)))
 
-    table = Table((0, 1, 2), "equal", (Measure("parameter", "w", 1),))
+    table = TensorTable((0, 1, 2), "equal", (Measure("parameter", "w", 1),))
     reports = {
-        rank: Report(
+        rank: NumbersReport(
             rank, CheckId(EVERY_OP, 7), (), ops=log(20, "sum") if rank < 2 else log(30, "mul")
         )
         for rank in range(3)
     }
-    part = Part((0, 1, 2), "equal", dict.fromkeys(range(3), table), agrees=True)
-    [found] = Comparison().compare(CheckId(EVERY_OP, 7), reports, [part])
+    part = RelatedTables((0, 1, 2), "equal", dict.fromkeys(range(3), table), agrees=True)
+    [found] = TensorComparison().compare(CheckId(EVERY_OP, 7), reports, [part])
     hold("diverged/first-op", verdict_of(found))
     [side, other] = found.ops
     said = other_ops(3, [side, msgspec.structs.replace(other, op=None)])

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder import entries, native_entries, pickle_data
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
-from commlens.formats.flight_recorder.table import COLUMNS, Table
+from commlens.formats.flight_recorder.table import COLUMNS, EntryColumns
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
 needs_native = pytest.mark.skipif(
@@ -31,19 +31,19 @@ needs_native = pytest.mark.skipif(
 )
 
 
-def in_python(data: bytes) -> Table:
+def in_python(data: bytes) -> EntryColumns:
     found = pickle_data.read_pickle(data)
     return entries.build_table(found.value, truncated=found.truncated)
 
 
-def plain(table: Table) -> dict[str, Any]:
+def plain(table: EntryColumns) -> dict[str, Any]:
     """A table as lists, whoever made it."""
     columns = {}
     for name, kind in COLUMNS.items():
         value = table.columns.get(name, ())
         packed = isinstance(value, bytes)
         columns[name] = (np.frombuffer(value, kind) if packed else np.asarray(value, kind)).tolist()
-    return {name: getattr(table, name) for name in Table.__slots__} | {"columns": columns}
+    return {name: getattr(table, name) for name in EntryColumns.__slots__} | {"columns": columns}
 
 
 def a_step(number: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 import commlens
 from commlens.formats.torch_log import read_torch_log
-from commlens.formats.torch_log.nccl_lines import NcclLines, Place
+from commlens.formats.torch_log.nccl_lines import NcclLines, NcclPlace
 
 STEP = ("AllReduce", "AllGather")
 
@@ -137,10 +137,10 @@ def test_where_ranks_run() -> None:
             lines.add(line)
     nics = ("mlx5_2", "mlx5_10")
     assert lines.places() == {
-        0: Place("n0", 0, "mlx5_2", nics),
-        1: Place("n0", 1, "mlx5_10", nics),
-        2: Place("n1", 0, "", nics),
-        3: Place("n1", 1, "mlx5_10", nics),
+        0: NcclPlace("n0", 0, "mlx5_2", nics),
+        1: NcclPlace("n0", 1, "mlx5_10", nics),
+        2: NcclPlace("n1", 0, "", nics),
+        3: NcclPlace("n1", 1, "mlx5_10", nics),
     }
 
 
