@@ -489,6 +489,68 @@ def test_a_wait_in_the_store_before_init_process_group(ranks: Ranks, tmp_path: P
     assert waiting.source is not None and waiting.source.function == "<module>"
 
 
+def test_a_wait_for_a_store_to_be_made(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a client for its server, and of a server for its clients."""
+    ranks.run(
+        """
+        import threading
+        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        dist.TCPStore("127.0.0.1", 1 if rank else 0, 3, is_master=rank == 0)
+        """,
+        tmp_path,
+        expect=-signal.SIGKILL,
+    )
+    server, client = (log.store_wait for log in logs(tmp_path))
+    assert server is not None and client is not None
+    assert (server.op, server.module) == ("TCPStore(is_master=True)", "2 clients")
+    assert (client.op, client.channel.group.name) == ("TCPStore", "localhost:1")
+    assert server.is_store_wait and client.is_store_wait
+    assert client.source is not None and client.source.function == "<module>"
+
+
+def test_a_store_that_is_made_is_torchs(ranks: Ranks, tmp_path: Path) -> None:
+    """Its class, arguments, errors and subclasses are as without commlens."""
+    ended = ranks.run(
+        """
+        import contextlib
+        from datetime import timedelta
+        WAIT = timedelta(seconds=1)
+
+        class Mine(dist.TCPStore):
+            def __init__(self, *args):
+                super().__init__(*args)
+
+        class Without(dist.TCPStore):
+            def __init__(self):
+                pass
+
+        store = dist.TCPStore("127.0.0.1", 0, None, True, WAIT, False)
+        assert type(store) is dist.TCPStore and isinstance(store, dist.Store)
+        mine = Mine("127.0.0.1", store.port, 2, False, WAIT)
+        assert type(mine) is Mine and mine.port == store.port
+        mine.set("a", "1")
+        assert store.get("a") == b"1"
+        for wrong in (dict(), dict(host_name="127.0.0.1"), dict(host_name=1, port="x"), dict(no=1)):
+            try:
+                dist.TCPStore(**wrong)
+            except TypeError as error:
+                assert "incompatible constructor arguments" in str(error), error
+        try:
+            dist.TCPStore("127.0.0.1", 1, timeout=WAIT, wait_for_workers=False)
+        except dist.DistError as error:
+            assert "Traceback" not in str(error)
+        else:
+            raise AssertionError("no error")
+        with contextlib.suppress(TypeError):
+            Without()
+            raise AssertionError("no error")
+        """,
+        tmp_path,
+    )
+    assert not any("commlens" in end.output for end in ended)
+    assert all(log.store_wait is None for log in logs(tmp_path))
+
+
 def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> None:
     """Forked from a launcher's rank that never joined and has the pid of one that has ended; with a
     name imported before the switch.

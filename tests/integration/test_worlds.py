@@ -81,6 +81,12 @@ def words_of(outputs: dict[str, str]) -> str:
             "rank 2 never reached all_reduce #4 of group pair [1-2]; rank 1 waits for it.",
         ),
         (
+            "no_server",
+            {"job": 3},
+            "job:1",
+            "at localhost:",
+        ),
+        (
             "no_default_group",
             {"job": 2},
             "job:1",

@@ -68,6 +68,15 @@ def part_of_a_world():
     dist.barrier()
 
 
+def no_server():
+    """Rank 2 needs the store that rank 1 is to make for both; rank 0 is in a barrier."""
+    dist.init_process_group("gloo", timeout=WAIT)
+    if RANK > 0:
+        maybe_late()
+        bare_group(RANK - 1, 2, "pair")
+    dist.barrier()
+
+
 def no_default_group():
     """As vLLM's engines."""
     group = bare_group(RANK, SIZE, "engines")

@@ -19,6 +19,7 @@ from commlens.model.collective import (
     TensorSpec,
 )
 from commlens.model.hazard import Access, HazardKind, Operand
+from commlens.model.ops import STORE_CLIENT
 from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
@@ -235,7 +236,7 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
     """Return the channel of a call that makes a process group, or that uses the store."""
-    device = STORE if blob.op.startswith("store.") else SETUP
+    device = STORE if blob.op.startswith(("store.", STORE_CLIENT)) else SETUP
     return _channel(
         blob.name,
         blob.ranks,

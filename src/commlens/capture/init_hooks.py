@@ -122,6 +122,9 @@ def hook_init(listener: Callable[[], Any]) -> None:
         for name, before in _STORE_METHODS.items():
             if hasattr(store, name):
                 setattr(store, name, hooked(getattr(store, name), before, name, _OF_STORE))
+    dist.TCPStore.__init__ = hooked(
+        dist.TCPStore.__init__, "before_store_made", names=_OF_TCP_STORE
+    )
     if (gloo := getattr(dist, "ProcessGroupGloo", None)) is not None:
         gloo.__init__ = hooked(gloo.__init__, "before_gloo", names=_OF_GLOO)
 
@@ -131,6 +134,9 @@ def _reader_by_position(names: Sequence[str]) -> Reader:
 
 
 _OF_STORE = ("store", "key", "second")
+_OF_TCP_STORE = (
+    *("self", "host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers"),
+)
 _OF_GLOO = ("self", "store", "rank", "size")
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _STORE_METHODS = {

@@ -31,10 +31,11 @@ _KEY_LENGTH_MAX = 200
 
 @dataclass
 class _StoreWait:
-    """A call of a store's method that waits for keys."""
+    """A call that waits for keys in a store, or for a store."""
 
     op: str
-    keys: list[str]
+    key: str  # the first one, or an address
+    label: str | None
     began: int
     thread: int
     stack: int  # position in the side table
@@ -141,9 +142,9 @@ class Setups:
 
     # --- the store
 
-    def store_wait_began(self, op: str, keys: Sequence[str]) -> bool:
-        """Note that a thread is about to wait for keys in the store. Return whether to call
-        :meth:`store_wait_ended` after it.
+    def store_wait_began(self, op: str, keys: Sequence[str], label: str | None = None) -> bool:
+        """Note that a thread is about to wait for keys in the store, or at an address for a store
+        to be made. Return whether to call :meth:`store_wait_ended` after it.
 
         Only one thread counts: the one that called ``init_process_group`` or, before that, imported
         torch. While another thread waits in the store, the training goes on.
@@ -151,7 +152,8 @@ class Setups:
         if self._depth or self._thread != current.id or not keys:
             return False
         names, stack = [str(key)[:_KEY_LENGTH_MAX] for key in keys], self._stack(sys._getframe(1))
-        self._store_wait = _StoreWait(op, names, time.monotonic_ns(), current.id, stack)
+        label = f"and {len(names) - 1} more" if len(names) > 1 else label
+        self._store_wait = _StoreWait(op, names[0], label, time.monotonic_ns(), current.id, stack)
         return True
 
     def store_wait_ended(self) -> None:
@@ -172,10 +174,10 @@ class Setups:
                 wait.noted = True
                 position = self._add(
                     wait.op,
-                    wait.keys[0],
+                    wait.key,
                     range(self._world_size),
                     number=1,
-                    label=f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None,
+                    label=wait.label,
                     stack=wait.stack,
                     thread=wait.thread,
                     began=wait.began,

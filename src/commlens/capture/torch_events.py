@@ -12,7 +12,16 @@ from commlens.capture import rank_environment
 from commlens.capture.init_hooks import After, safely
 from commlens.capture.rank_environment import PlaceInJob
 from commlens.capture.recording import Recording
-from commlens.tap.hand_made import group_store, membership, note_backend, note_by_hand, store_name
+from commlens.model.ops import STORE_CLIENT, STORE_SERVER
+from commlens.tap.hand_made import (
+    group_store,
+    membership,
+    note_backend,
+    note_by_hand,
+    store_address,
+    store_name,
+)
+from commlens.text import count
 
 log = logging.getLogger("commlens")
 
@@ -156,12 +165,26 @@ class TorchEvents:
     def before_store_wait(self, op: str, given: dict[str, Any]) -> After:
         """A thread is about to wait for keys in a store."""
         waits = op != "queue_pop" or given.get("second", given.get("block", True))
+        return self._while_waiting(f"store.{op}", _keys(given)) if waits else None
+
+    def _while_waiting(self, op: str, keys: Sequence[str], label: str | None = None) -> After:
+        """Note that this thread is about to wait in a store."""
         setups = self.recording.setups
-        if not (waits and self.recording.is_open):
-            return None
-        if not setups.store_wait_began(f"store.{op}", _keys(given)):
+        if not self.recording.is_open or not setups.store_wait_began(op, keys, label):
             return None
         return lambda *_: setups.store_wait_ended()
+
+    def before_store_made(self, given: dict[str, Any]) -> After:
+        """A ``TCPStore`` is made. A client waits for its server, a server for its clients if it
+        knows their number.
+        """
+        address = [store_address(given.get("host_name"), given.get("port"))]
+        if not given.get("is_master", False):
+            return self._while_waiting(STORE_CLIENT, address)
+        clients = (given.get("world_size") or 0) - 1
+        if clients < 1 or not given.get("wait_for_workers", True):
+            return None
+        return self._while_waiting(STORE_SERVER, address, count(clients, "client"))
 
     def before_store_write(self, op: str, given: dict[str, Any]) -> After:
         """A thread writes keys into a store; to add 0 only reads one."""

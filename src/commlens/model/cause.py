@@ -347,6 +347,7 @@ Doubt = Literal[
     "wait-inferred",
     "members-unknown",
     "many-outside",
+    "store-elsewhere",
 ]
 """What limits the confidence.
 
@@ -358,7 +359,7 @@ made progress. ``only-issued``: logs tell what was issued, not what completed.
 between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-end-there``: where
 the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks
 do not tell the ranks of the group. ``many-outside``: more ranks are outside of collectives than
-wait, or at several places.
+wait, or at several places. ``store-elsewhere``: a process outside of the job may make the store.
 """
 
 
@@ -475,12 +476,16 @@ class StuckInside(OfHardware, tag="stuck-inside", kw_only=True):
 
 
 class Unwritten(Cause, tag="unwritten", kw_only=True):
-    """A key of the job's store that ranks wait for and no rank writes."""
+    """A key of the job's store that ranks wait for and no rank writes, or a ``TCPStore`` whose
+    server or clients do not come.
+    """
 
-    key: str
+    key: str  # or the store's address
     ranks: list[Rank]  # that wait for it
     waits: list[Wait]
     written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
+    # the ranks wait for a TCPStore to be made: whether a process listens at its address
+    listens: bool | None = None
 
 
 class RingWait(msgspec.Struct, frozen=True, omit_defaults=True):

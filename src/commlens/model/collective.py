@@ -190,8 +190,8 @@ SETUP = "setup"
 
 
 STORE = "store"
-"""The device type of a key in the job's store, which is the name of the "group": its ranks are all
-that may wait for the key.
+"""The device type of a key in the job's store, or of a store's address, which is the name of the
+"group": its ranks are all that may wait for it.
 """
 
 
@@ -263,7 +263,7 @@ class Collective(msgspec.Struct, gc=False):
 
     @property
     def is_store_wait(self) -> bool:
-        """Whether it is a wait for a key in the job's store, not a collective."""
+        """Whether it is a wait for a key in a store, or for one to be made, not a collective."""
         return self.channel.device == STORE
 
     @property

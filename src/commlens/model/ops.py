@@ -17,6 +17,12 @@ _NUMBER: Final = re.compile(r"\d+")
 UNKNOWN_DTYPE: Final = "unknown"
 """Dtype of a tensor in a source that tells only its size."""
 
+STORE_CLIENT: Final = "TCPStore"
+"""Op of the constructor of a ``TCPStore`` that waits for its server."""
+
+STORE_SERVER: Final = "TCPStore(is_master=True)"
+"""Op of the constructor of a ``TCPStore`` that waits for its clients."""
+
 COALESCED: Final = "coalesced"
 """Wire op of a record that closes a coalesced group, or represents a group of different ops."""
 

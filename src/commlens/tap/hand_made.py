@@ -112,10 +112,13 @@ def store_name(store: Any) -> str:
             break
         store = inner
     host, port, path = (getattr(store, name, "") for name in ("host", "port", "path"))
-    if host and port:
-        own = host in LOOPBACK or host == socket.gethostname()
-        return f"{'localhost' if own else host}:{port}"
-    return str(path)
+    return store_address(host, port) if host and port else str(path)
+
+
+def store_address(host: Any, port: Any) -> str:
+    """Return the address of a store, alike on all processes that use it."""
+    own = host in LOOPBACK or host == socket.gethostname()
+    return f"{'localhost' if own else host}:{port}"
 
 
 def hook_stores_and_groups(registered: Callable[[Any], None]) -> None:

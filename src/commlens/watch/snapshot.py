@@ -70,7 +70,7 @@ def read_logs(
         if log is None:
             log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
-        last = log.setups[-1] if log.setups else None
+        last = log.store_wait or (log.setups[-1] if log.setups else None)
         if last is not None and last.in_flight and member.alive and member.here:
             place = meeting_address(last)
             log.observation.store = look_at_store(member.pid, *place) if place else None

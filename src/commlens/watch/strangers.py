@@ -11,6 +11,7 @@ from commlens import launchers
 from commlens.errors import FormatError
 from commlens.model.collective import Collective
 from commlens.model.limits import LOOPBACK
+from commlens.model.ops import STORE_CLIENT
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.process import has_torch
@@ -111,10 +112,13 @@ def meeting_of(members: Sequence[Member]) -> JobMeeting | None:
 
 
 def meeting_address(op: Collective) -> tuple[str, str] | None:
-    """Return the host and port at which ``init_process_group`` meets the other ranks; None for
-    other calls, and if it meets them otherwise.
+    """Return the host and port at which ``init_process_group`` meets the other ranks, or a
+    ``TCPStore`` waits for its server; None for other calls, and if it meets them otherwise.
     """
     place = op.module or ""
+    if op.op == STORE_CLIENT:
+        host, _, port = op.channel.group.name.rpartition(":")
+        return host, port
     if op.op != "init_process_group" or not place.startswith("tcp://"):
         return None
     host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")

@@ -34,6 +34,7 @@ from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
 from commlens.model.collective import Collective, Frame, State
+from commlens.text import is_of_key
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
 _RECENT = 512  # records in which a line is looked for
@@ -65,6 +66,13 @@ class Absence(NamedTuple):
     def all_edges(self) -> list[Edge]:
         """All waits for the ranks."""
         return [*self.edges, *self.elsewhere]
+
+    @property
+    def is_for_ranks(self) -> bool:
+        """Whether one of the waits can be ended by ranks of the job alone. Any process may make a
+        ``TCPStore``.
+        """
+        return any(is_of_key(edge.op) for edge in self.all_edges)
 
     @property
     def finished(self) -> bool:
@@ -292,10 +300,10 @@ def _add_missing(context: Context, absence: Absence) -> None:
 
 
 def _can_never_arrive(context: Context, absence: Absence, locked: Sequence[int]) -> bool:
-    """Return whether the ranks can never arrive: they have ended, or nothing releases the lock that
-    each waits for.
+    """Return whether the ranks can never arrive, and nobody in their place: they have ended, or
+    nothing releases the lock that each waits for.
     """
-    return all(
+    return absence.is_for_ranks and all(
         context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
     )
 
@@ -374,7 +382,7 @@ def _confidence(
         return "medium", record_doubt or "loop-may-end-there"
     clear = absence.is_certain and bool(blamed) and (extra_line or not blames_waiting)
     if clear and not context.assumed(absence.waiting):
-        return "high", record_doubt
+        return ("high", record_doubt) if absence.is_for_ranks else ("medium", "store-elsewhere")
     if record_doubt is not None:
         return "medium", record_doubt
     if not blamed:

@@ -243,9 +243,10 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         return
     for node, edges in edges_of.items():
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
-        blocked = context.blocked_by([node])
+        blocked, listens = context.blocked_by([node]), _listens(context, edges)
         cause = Unwritten(
-            kind="missing",
+            # a client tries to connect again only after a pause
+            kind="waiting" if listens and not context.waits_too_long(ranks) else "missing",
             why="unknown",
             root_cause=True,
             blamed_by="undecided",
@@ -255,6 +256,15 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
             ranks=ranks,
             waits=waits_of(context, edges),
             written_before=False,
+            listens=listens,
         )
         case = UnwrittenCase(cause, op, op.source, edges, blocked, involved=sorted(waiting))
         context.cases.append(case)
+
+
+def _listens(context: Context, edges: list[Edge]) -> bool | None:
+    """Return whether a process listens where a client waits for a ``TCPStore``; None if the host
+    does not show it.
+    """
+    stores = [context.job.views[edge.rank].log.observation.store for edge in edges]
+    return next((store.listens for store in stores if store is not None), None)

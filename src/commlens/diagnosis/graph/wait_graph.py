@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from commlens.diagnosis.index.job_index import BlockedThread, JobIndex
 from commlens.model.collective import ChannelKey, Collective
-from commlens.model.ops import key_kind
+from commlens.model.ops import STORE_SERVER, key_kind
+from commlens.text import is_of_key
 
 _STARTS_MAX = 64  # threads from which a shortest cycle is searched
 
@@ -27,7 +28,7 @@ class WaitNode(NamedTuple):
     reached. Sinks: ``"absent"``, a rank that is not blocked; ``"dead"``; ``"no-record"``;
     ``"elsewhere"``, a rank that probably runs on another node; ``"mismatch"``; ``"stuck"``, a
     collective or message that all its ranks have reached; ``"key"``, a key of the store of which it
-    is not known who should write it.
+    is not known who should write it, or a store that is not made yet.
     """
 
     kind: str
@@ -258,8 +259,11 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
 
     It is the only rank that has written keys of this kind, or of several that each write a key with
     their own rank in it the one whose rank this key has, or the only one of the job that does not
-    wait for the key.
+    wait for the key. For a store that is not made yet, it is the only one that is
+    in no call.
     """
+    if not is_of_key(op):
+        return _expected_maker(job, op)
     waits = {rank for rank, view in job.views.items() if _waits_for(view.log.store_wait, op)}
     wrote = writes_of_kind(job, op)
     able = sorted(wrote.keys() - waits)
@@ -277,4 +281,22 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
 
 
 def _waits_for(wait: Collective | None, op: Collective) -> bool:
-    return wait is not None and wait.channel.group.name == op.channel.group.name
+    return (
+        wait is not None
+        and wait.channel.group.name == op.channel.group.name
+        and (wait.op == op.op or is_of_key(op))
+    )
+
+
+def _expected_maker(job: JobIndex, op: Collective) -> int | None:
+    """Return the only rank of the job that is in no call: a server waits for it, and a client if
+    nobody listens at its address. None if there is no such rank.
+    """
+    idle = [rank for rank, view in job.views.items() if not view.blocks]
+    seen = [
+        view.log.observation.store
+        for view in job.views.values()
+        if _waits_for(view.log.store_wait, op)
+    ]
+    unmade = op.op == STORE_SERVER or all(each is not None and not each.listens for each in seen)
+    return idle[0] if unmade and len(idle) == 1 and len(job.views) == job.size else None

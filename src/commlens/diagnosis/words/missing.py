@@ -31,12 +31,13 @@ from commlens.diagnosis.words.phrases import (
     sign_words,
 )
 from commlens.model.cause import Doubt, Missing, Working
-from commlens.model.collective import Frame, State, user_lines
+from commlens.model.collective import Collective, Frame, State, user_lines
 from commlens.text import (
     capital,
     count,
     duration,
     frame_phrase,
+    is_of_key,
     joined,
     key_phrase,
     numbered,
@@ -111,7 +112,7 @@ def _summary(case: MissingCase) -> str:
             f" {ranks_and_verb(ranks, 'has', 'have')} finished"
         )
     if cause.outcome == "key-missing":
-        return f"{_unwritten(cause)} the {key_phrase(op)}; {they_wait} for it in {op.op}"
+        return f"{_unwritten(cause, op)}; {they_wait} for it in {op.op}"
     if cause.outcome == "message-missing" and absence.edge.is_from_any:
         return (
             f"{ranks_phrase(ranks)} sent no message to {rank_phrase(absence.edge.rank)},"
@@ -137,10 +138,13 @@ def _summary(case: MissingCase) -> str:
     return f"{ranks_phrase(ranks)} {did} {name}; {wait}"
 
 
-def _unwritten(cause: Missing) -> str:
+def _unwritten(cause: Missing, op: Collective) -> str:
+    doing, done, awaited = "writing", "written", f"the {key_phrase(op)}"
+    if not is_of_key(op):
+        doing, done, awaited = "coming to", "come to", f"the TCPStore at {op.channel.group.name}"
     if cause.why == "finished":
-        return f"{ranks_phrase(cause.ranks)} finished without writing"
-    return f"{ranks_and_verb(cause.ranks, 'has', 'have')} not written"
+        return f"{ranks_phrase(cause.ranks)} finished without {doing} {awaited}"
+    return f"{ranks_and_verb(cause.ranks, 'has', 'have')} not {done} {awaited}"
 
 
 def _extra_line_summary(absence: Absence, extra: ExtraLine) -> str:
@@ -364,6 +368,8 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
                 f"That {ranks_phrase(cause.ranks)} should have gone on is an assumption: a loop may"
                 " end there on purpose."
             )
+        case "store-elsewhere":
+            return "Whether a process outside of the job is to come to that store is not known."
         case "wait-inferred":
             return (
                 f"That {ranks_and_verb(waiting, 'waits', 'wait')} is inferred: an op is in flight,"

@@ -16,6 +16,7 @@ from commlens.model.cause import Recomputed, Rounds
 from commlens.model.collective import Collective, Frame
 from commlens.text import (
     frame_phrase,
+    is_of_key,
     joined,
     key_phrase,
     rank_phrase,
@@ -146,8 +147,8 @@ def _branch_step(ranks: Sequence[int], op: Collective) -> str:
             f" {verb(ranks, 'it ends', 'they end')} without {op.op}"
         )
     return (
-        f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing"
-        f" the {key_phrase(op)}"
+        f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without"
+        f" {'writing' if is_of_key(op) else 'making'} the {key_phrase(op)}"
     )
 
 

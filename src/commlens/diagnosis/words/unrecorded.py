@@ -15,11 +15,13 @@ from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import activity_words, exit_words, prose
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import Collective
+from commlens.model.ops import STORE_CLIENT
 from commlens.model.ranklog import RankLog
 from commlens.text import (
     capital,
     duration,
     frame_phrase,
+    is_of_key,
     joined,
     key_phrase,
     op_phrase,
@@ -330,11 +332,11 @@ def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
 
 def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
     op, ranks = case.edges[0].op, case.cause.ranks
+    waits = f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}"
+    if not is_of_key(op):
+        return _store_not_made(context, case, waits)
     return Words(
-        summary=(
-            f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}, which"
-            " no rank is known to write"
-        ),
+        summary=f"{waits}, which no rank is known to write",
         explanation=prose(
             phrases.waiting(context, case.edges),
             phrases.waiting_behind(context, ranks, case.blocked),
@@ -348,6 +350,30 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
             "The store itself is not read: a process outside of the job may be meant to write the"
             " key."
         ),
+    )
+
+
+def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
+    op, ranks, listens = case.edges[0].op, case.cause.ranks, case.cause.listens
+    seen = {None: "", False: ", where nobody listens", True: ", where a process listens"}
+    if listens:
+        step = (
+            "look at the process that listens there (ss -ltnp): it does not answer, or has come"
+            " only now, and a client tries to connect again only after a pause"
+        )
+    elif op.op == STORE_CLIENT:
+        step = "find the process that is to make the store there, or correct the address"
+    else:
+        step = "find the processes that are to come there, or correct the store's world_size"
+    return Words(
+        summary=f"{waits}{seen[listens]}",
+        explanation=prose(
+            phrases.waiting(context, case.edges),
+            phrases.waiting_behind(context, ranks, case.blocked),
+            _others(context, case.involved),
+        ),
+        next_step=step,
+        would_raise_confidence="The processes that are to meet at a store are not recorded.",
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from builders import MS, START, S
 from goldens import hold
 from starting_ranks import WORLD, in_store, init, key, rank, verdict, wrote
 
 from commlens.model.collective import State
-from commlens.model.ranklog import End, Observation
+from commlens.model.ops import STORE_CLIENT, STORE_SERVER
+from commlens.model.ranklog import End, Observation, RankLog, StoreSeen
 
 
 def test_the_rank_that_wrote_such_keys_before_is_missing() -> None:
@@ -108,3 +111,64 @@ def test_a_rank_whose_other_threads_go_on_is_not_stuck_in_the_store() -> None:
             log.captured_ns - MS,
         )
     assert verdict(*logs).kind == "healthy"
+
+
+def in_constructor(number: int, *, listens: bool | None = False, server: bool = False) -> RankLog:
+    log = in_store(number, "localhost:29600", op=STORE_SERVER if server else STORE_CLIENT)
+    assert log.store_wait is not None
+    log.store_wait.module = "3 clients" if server else None
+    if listens is not None:
+        seen = StoreSeen("localhost:29600", listens, agent=False)
+        log.observation = msgspec.structs.replace(log.observation, store=seen)
+    return log
+
+
+def test_the_only_rank_in_no_call_is_to_make_the_store_that_a_client_waits_for() -> None:
+    inside = rank(0, init(), inside=False, issued="all_reduce")
+    late = rank(1, init(), inside=False)
+    found = verdict(inside, late, in_constructor(2), in_constructor(3))
+    assert (found.kind, found.culprits, found.victims) == ("missing", [1], [0, 2, 3])
+    assert sum(each.root_cause for each in found.findings) == 1
+    hold("missing/store-not-made", found)
+    late.closed, late.observation = True, Observation(End.CLEAN, 0, ended_ns=START + 2 * S)
+    hold(
+        "missing/finished-without-making-a-store",
+        verdict(late, in_constructor(2), in_constructor(3), inside),
+    )
+
+
+@pytest.mark.parametrize("listens", [False, True, None])
+def test_nobody_is_blamed_for_a_store_that_another_process_may_make(listens: bool | None) -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 1, 3)]
+    client = in_constructor(2, listens=listens)
+    client.stall_timeout_s = 10.0
+    found = verdict(*reducing[:2], client, reducing[2])
+    kind = "waiting" if listens else "missing"  # a client tries again after a pause
+    assert (found.kind, found.culprits, found.victims) == (kind, [], [0, 1, 2, 3])
+    assert found.cause.listens is listens
+    hold(f"missing/store-of-an-unknown-process-{listens}".lower(), found)
+
+
+def test_a_client_is_not_kept_by_an_idle_rank_if_a_process_listens() -> None:
+    others = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 3)]
+    found = verdict(
+        others[0], rank(1, init(), inside=False), in_constructor(2, listens=True), others[1]
+    )
+    assert [each.culprits for each in found.findings if each.root_cause] == [[1], []]
+
+
+def test_a_server_waits_for_its_clients() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (1, 2, 3)]
+    found = verdict(in_constructor(0, listens=None, server=True), *reducing)
+    assert (found.kind, found.culprits) == ("missing", [])
+    hold("missing/clients-of-a-store", found)
+    idle = [
+        in_constructor(0, listens=None, server=True),
+        *reducing[:2],
+        rank(3, init(), inside=False),
+    ]
+    assert verdict(*idle).culprits == [3]
+    idle = [in_constructor(n) for n in (0, 1, 2)]
+    found = verdict(*idle, rank(3, init(), inside=False))
+    assert (found.culprits, found.confidence, found.certain) == ([3], "medium", False)
+    assert found.cause.doubt == "store-elsewhere"
