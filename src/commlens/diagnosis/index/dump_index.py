@@ -405,7 +405,7 @@ def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]
         channels.setdefault(channel.key, channel)
         codes[channel.key].append(code)
     for key, several in codes.items():
-        rows = np.flatnonzero(np.isin(dump.channel, several) & ~message)
+        rows = np.flatnonzero(np.isin(dump.channel, several) & ~message & (dump.sequence >= 0))
         if len(rows):
             ops = ColumnOps(history, rows)
             done = dump.state[ops.rows] == COMPLETED

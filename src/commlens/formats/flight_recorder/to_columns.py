@@ -23,7 +23,7 @@ from commlens.formats.flight_recorder.names import (
 from commlens.formats.flight_recorder.table import INTEGER_MAX, EntryColumns, Signature
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, Stack, TensorSpec
 from commlens.model.limits import WORLD_MAX
-from commlens.model.ops import UNKNOWN_DTYPE
+from commlens.model.ops import POINT_TO_POINT, UNKNOWN_DTYPE
 from commlens.text import TEXT_MAX, clean
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
@@ -31,6 +31,7 @@ _FIRST_TENSOR_ONLY: Final = frozenset(f"2.{minor}" for minor in range(4))
 """Versions in which the sizes of an all_to_all of lists are those of the first tensors, and nothing
 tells it from one of whole tensors.
 """
+_TORCHCOMMS: Final = frozenset({"nccl", "ncclx", "rccl", "rcclx", "gloo", "xccl", "mccl", "fake"})
 _HOOKED: Final = re.compile(r"nccl\d+|nccl-lazy")
 _DEFAULT_GROUP: Final = "default_pg"
 _DIMENSIONS_MAX: Final = 64  # of a tensor in torch
@@ -48,12 +49,11 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     columns.call_stacks = _stacks(table)
     closes = _which(names, name_index, lambda one: one.closes)
     is_message = table.column("is_p2p") | _which(
-        names, name_index, lambda one: one.own_rank is not None
+        names, name_index, lambda one: one.op in POINT_TO_POINT
     )
     lost = columns.lost_entries or bool((table.column("record_id")[:1] > 0).any())
     is_p2p = _closed_batches(table, channel, is_message, closes, lost=lost)
-    messages = table.column("p2p_seq_id")
-    sequence = np.where(is_p2p & (messages >= 0), messages, table.column("collective_seq_id"))
+    sequence = _sequence(table, channel, is_p2p, lost=lost)
     if unnumbered := int((~is_p2p & (sequence < 0)).sum()):
         columns.problems.append(
             f"{unnumbered} entries have no readable sequence number and are compared with no others"
@@ -61,7 +61,7 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
         columns.lost_entries = True
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
     state = _states(table, texts)
-    by_hooks = _is_by_hooks(texts, state)
+    by_hooks = _is_of_torchcomms(table) or _is_by_hooks(texts, state)
     if by_hooks:
         collectives = state[~is_message]
         columns.issued_only = len(collectives) > 0 and bool((collectives == RETIRED).all())
@@ -321,7 +321,10 @@ def _states(table: EntryColumns, texts: list[str]) -> Integers:
     """
     state = table.column("state")
     is_nccl = np.array([text.startswith("nccl:") for text in texts], "bool")[table.column("name")]
-    return np.where((state != COMPLETED) & table.column("retired") & ~is_nccl, RETIRED, state)
+    is_open = state != COMPLETED
+    if not _is_of_torchcomms(table):
+        is_open &= ~is_nccl
+    return np.where(is_open & table.column("retired"), RETIRED, state)
 
 
 def _is_by_hooks(texts: list[str], state: Integers) -> bool:
@@ -362,6 +365,31 @@ def _ends_of_groups(coalesced: Integers, closes: Integers, state: Integers) -> I
 
 
 # --- sequence numbers
+
+
+def _is_of_torchcomms(table: Table) -> bool:
+    """Return whether torchcomms' recorder wrote the dump: it describes each group by its backend,
+    and has no status.
+    """
+    backends = {description for _, description in table.groups}
+    return bool(backends) and backends <= _TORCHCOMMS and not table.about.get("pg_status")
+
+
+def _sequence(table: Table, channel: Integers, is_p2p: Integers, *, lost: bool) -> Integers:
+    """Return the sequence numbers; -1 if there is none.
+
+    Torchcomms counts the calls of all communicators together, messages included. If entries are
+    lost, nothing tells how many of them belong to a communicator.
+    """
+    recorded, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
+    if not _is_of_torchcomms(table):
+        return np.where(is_p2p & (messages >= 0), messages, recorded)
+    numbers = np.full(len(recorded), -1)
+    if not lost and bool((recorded == np.arange(len(recorded))).all()):
+        for code in np.unique(channel).tolist():
+            rows = np.flatnonzero((channel == code) & ~is_p2p)
+            numbers[rows] = np.arange(1, len(rows) + 1)
+    return numbers
 
 
 def _closed_batches(

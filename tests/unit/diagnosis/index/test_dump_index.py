@@ -101,3 +101,45 @@ def test_a_call_that_the_backend_rejected_is_no_wait(tmp_path: Path) -> None:
     verdict = judge(tmp_path, ranks)
     assert (verdict.kind, verdict.culprits) == ("missing", [1])
     assert verdict.collective is not None and verdict.collective.sequence_number == 8
+
+
+def of_torchcomms(calls: list[tuple[str, str]], *, lost: int = 0) -> dict[str, Any]:
+    """A dump of torchcomms' recorder, which numbers the calls of all communicators in one row."""
+    entries = [
+        entry(
+            number,
+            f"nccl:{op}",
+            **ISSUED,
+            process_group=(name, "ncclx"),
+            collective_seq_id=number,
+            p2p_seq_id=0,
+            is_p2p=False,
+        )
+        for number, (name, op) in enumerate(calls)
+    ]
+    ranks = {"world": "0,1,2", "tp": "0,1"}
+    groups = {name: {"name": name, "desc": "ncclx", "ranks": ranks[name]} for name, _ in calls}
+    return dump(entries[lost:], pg_config=groups, pg_status={})
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_torchcomms_numbers_all_communicators_in_one_row(tmp_path: Path, lost: int) -> None:
+    """Calls of another communicator and messages do not shift the numbers of a communicator; where
+    entries are lost, nothing tells which calls are the same.
+    """
+    steps = [("world", "all_reduce")] * 3
+    ranks = {
+        0: [("tp", "all_reduce"), ("tp", "send"), *steps, ("world", "broadcast")],
+        1: [("tp", "all_reduce"), ("tp", "recv"), *steps],
+        2: [*steps, ("world", "broadcast")],
+    }
+    for rank, calls in ranks.items():
+        content = of_torchcomms(calls, lost=lost)
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content, 2))
+    verdict = diagnose([tmp_path])
+    if lost:
+        assert (verdict.kind, verdict.culprits) == ("undetermined", [])
+    else:
+        assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [1], [0, 2])
+        assert verdict.collective is not None
+        assert (verdict.collective.op, verdict.collective.sequence_number) == ("broadcast", 4)
