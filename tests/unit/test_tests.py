@@ -50,9 +50,6 @@ NOT_YET = {
     "integration/test_native_records.py": """
         capture/native_recorder tap/interned_args
     """,
-    "integration/test_nccl_like.py": """
-        tap/backends
-    """,
     "integration/test_nccl_like_recorded.py": """
         tap/cuda_graphs
     """,

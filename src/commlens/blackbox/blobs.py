@@ -57,6 +57,7 @@ class GroupJson(msgspec.Struct, frozen=True, tag_field="k", tag="group"):
     mesh_dim: str | None = None
     inc: _Natural = 0
     ahead: bool | None = None  # null in boxes of earlier versions
+    completion: str = ""
     hand: HandMade | None = None
 
 
@@ -204,7 +205,7 @@ def _tensor(spec: TensorJson) -> TensorSpec:
 
 
 _channels: weakref.WeakValueDictionary[
-    tuple[str, str, str, str, str | None, int, str, bool, HandMade | None], Channel
+    tuple[str, str, str, str, str | None, int, str, bool, str, HandMade | None], Channel
 ] = weakref.WeakValueDictionary()
 """One object for all ranks that have a channel: with 10,000 ranks in it, it takes 80 kB, and
 comparing two takes 50 us.
@@ -229,6 +230,7 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
         device,
         limit,
         ahead=ahead,
+        completion=blob.completion,
         hand=blob.hand,
     )
     return channel if channel.group.ranks or channel.group.hand_made else None
@@ -261,9 +263,10 @@ def _channel(
     limit: int,
     *,
     ahead: bool = False,
+    completion: str = "",
     hand: HandMade | None = None,
 ) -> Channel:
-    key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead, hand)
+    key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead, completion, hand)
     found = _channels.get(key)
     if found is None:
         found = _channels[key] = Channel(
@@ -278,6 +281,7 @@ def _channel(
             ),
             device,
             ahead,
+            completion,
         )
     elif len(found.group.ranks) > limit:
         raise ValueError(f"not a set of ranks: {ranks[:80]!r}")

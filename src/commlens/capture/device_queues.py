@@ -6,7 +6,8 @@ would keep tensors alive, and polling it queries an event, which breaks the capt
 torch's own recorder knows how far each backend is. It is asked only when a group has issued nothing
 for seconds while something of it may be in flight, and rarely while the group is busy: then the
 answer tells what has completed, and of the rest only what has long been in flight, because it may
-complete long before the next answer.
+complete long before the next answer. Of a backend with completion hooks, only the entries of its
+recorder tell (:mod:`commlens.tap.backends` decides it): they are read while the group is quiet.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
 # between two looks of the watchdog thread; the native engine has the same limit
 _ADDED_MAX = 16_384
+ENDED = -1
+"""``known_how`` of a collective that completed or failed, while older ones are in flight."""
 _FAILURES = {
     1: "its process group timed out",
     2: "its communicator failed",
@@ -111,6 +114,11 @@ class DeviceQueues:
         """Add a collective whose call has returned. What nothing can tell about stays unknown."""
         self._added.append(token)
 
+    def add_rejected(self, token: Token) -> None:
+        """Add a collective that the backend rejected, after torch's hooks made an entry for it."""
+        token.backend_number, token.known_how = 1, ENDED
+        self._added.append(token)
+
     def capture_begins(self) -> None:
         """Note that a capture begins, and wait, for a second at most, until the watchdog thread no
         longer queries the device.
@@ -127,7 +135,7 @@ class DeviceQueues:
         channel = token.args.channel
         if token.result is not None:
             self._messages.append(token)
-        elif token.backend_number > 0 and channel.backend.uid:
+        elif token.backend_number > 0 and (channel.backend.uid or channel.backend.recorder):
             queue = self._queues.get(channel)
             if queue is None:
                 queue = self._queues[channel] = Queue(channel, self._tracker.writer.capacity)
@@ -141,9 +149,11 @@ class DeviceQueues:
         if not self._is_due(now):
             return
         self._asked_ns = now
-        statuses = torch_progress.statuses()
+        self._apply_hooked(now)
+        counted = [queue for queue in self._queues.values() if queue.channel.backend.uid]
+        statuses = torch_progress.statuses() if counted else {}
         mixed: list[Queue] = []
-        for queue in self._queues.values():
+        for queue in counted:
             status = statuses.get(queue.channel.backend.uid)
             if not queue.tokens or status is None or status.enqueued == torch_progress.NEVER:
                 # switched off, or nothing is enqueued to torch's watchdog
@@ -242,6 +252,46 @@ class DeviceQueues:
                 # else its entry may be overwritten, so its state stays unknown
             queue.tokens, queue.dropped = left, None
             queue.note_progress(now, any_done=len(left) < before)
+
+    def _apply_hooked(self, now: int) -> None:
+        """Learn from the recorders that torch's hooks fill. The newest entry of a group belongs to
+        its newest collective, and so on, as long as the ops are the same.
+        """
+        quiet = [
+            queue
+            for queue in self._queues.values()
+            if queue.channel.backend.recorder and queue.is_quiet(now)
+        ]
+        names = {queue.channel.backend.recorder for queue in quiet}
+        recorders = {name: torch_progress.hooked(name) for name in names}
+        for queue in quiet:
+            entries = recorders[queue.channel.backend.recorder].get(queue.channel.group.name, [])
+            entries = entries[-len(queue.tokens) :]
+            is_settled = entries and time.time_ns() - entries[-1].created_ns >= ASK_AGAIN_NS
+            if is_settled and not (queue.channel.busy or self._added):
+                self._apply_newest(queue, entries, now)
+
+    def _apply_newest(
+        self, queue: Queue, entries: list[torch_progress.RecorderEntry], now: int
+    ) -> None:
+        tokens = list(queue.tokens)[-len(entries) :]
+        if [token.args.op for token in tokens] != [entry.op for entry in entries]:
+            tokens = []  # which entry is whose is not known: their state stays unknown
+        open_before = sum(token.known_how != ENDED for token in tokens)
+        for token, entry in zip(tokens, entries, strict=False):
+            if token.known_how == ENDED:
+                continue
+            if entry.completed:
+                self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
+                token.waiting, token.known_how = False, ENDED
+            else:
+                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+        still_open = [at for at, token in enumerate(tokens) if token.known_how != ENDED]
+        queue.tokens, queue.dropped = (
+            collections.deque(tokens[min(still_open, default=len(tokens)) :]),
+            None,
+        )
+        queue.note_progress(now, any_done=len(still_open) < open_before)
 
     def _in_flight(self, token: Token, how: int) -> None:
         if token.known_how != how:

@@ -220,6 +220,8 @@ class Recorder(CompletionTracker, tap.Subscriber):
             return
         if self._record_error(token, error, issued=not was_not_issued(token.args.op, error)):
             self.writer.forget_number(token.offset, token.index)
+        if token.args.channel.backend.recorder and token.args.meets and not self.capture_flag:
+            self.device_queues.add_rejected(token)
 
     def _give_number_back(self, token: Token) -> bool:
         """Free the number of a collective that was not issued, as on the ranks that never tried it.

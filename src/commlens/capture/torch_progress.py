@@ -3,7 +3,8 @@ device.
 
 Read from torch's sources, 2.6 to 2.13: the status of a backend holds three counters and needs no
 query of the device. The list of the ops in flight does query events, so it is read only while a
-program stands still.
+program stands still. From 2.15 on, torch's hooks fill recorders of their own, which query none; of
+these, the entries tell, since the status counts all calls and has no number of a collective.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from commlens.model.ops import recorder_wire_op
 from commlens.tap import torch_offers
 
 NEVER = -1
@@ -88,6 +90,31 @@ def in_flight() -> dict[str, InFlight] | None:
             continue
         return {uid: InFlight(*map(frozenset, numbers)) for uid, numbers in found.items()}
     return None
+
+
+class RecorderEntry(NamedTuple):
+    """A collective in a recorder that torch's hooks fill."""
+
+    op: str
+    completed: bool
+    created_ns: int
+
+
+def hooked(recorder: str) -> dict[str, list[RecorderEntry]]:
+    """Return each group's collectives in a recorder that torch's hooks fill, oldest first, without
+    messages; empty if the recorder is off or of another form.
+    """
+    found: dict[str, list[RecorderEntry]] = {}
+    for entry in torch_offers.read_recorder(recorder).get("entries", ()):
+        try:
+            group, is_message = str(entry["process_group"][0]), bool(entry["is_p2p"])
+            op = recorder_wire_op(str(entry["profiling_name"]).rpartition(":")[2])
+            completed, created_ns = entry["state"] == "completed", int(entry["time_created_ns"])
+        except Exception:
+            return {}
+        if not is_message:
+            found.setdefault(group, []).append(RecorderEntry(op, completed, created_ns))
+    return found
 
 
 def capacity() -> int:

@@ -69,6 +69,7 @@ def examine(config_file: str | None = None) -> Report:
         ("GPUs", _gpus),
         ("engine", lambda report: _engine(report, resolved)),
         ("recorder", _torch_recorder),
+        ("completion", _completion),
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
         ("autoload", _autoload),
@@ -205,8 +206,6 @@ def _torch_recorder(report: Report) -> str:
     extras = []
     if offers.takes_backend:
         extras.append("a recorder for each backend")
-    if offers.backends_with_uid:
-        extras.append(f"a number for each group of {', '.join(offers.backends_with_uid)}")
     if offers.future_result:
         extras.append("the result of an asynchronous collective without asking the device")
     if offers.hooks:
@@ -214,6 +213,24 @@ def _torch_recorder(report: Report) -> str:
     if extras:
         lines.append(f"this torch also offers {', '.join(extras)}")
     return "\n".join(lines)
+
+
+_COMPLETION: Final = {
+    "call": "its call or its Work tells",
+    "hooks": "the entries of torch's recorder tell, which torch's hooks mark",
+    "status": "the status of each group in torch's recorder tells",
+    "unknown": "nothing tells",
+}
+
+
+def _completion(_: Report) -> str:
+    """Return how it is learned what completed on each backend of this torch."""
+    if not _has_torch():
+        return "unknown without torch"
+    from commlens.tap import torch_offers
+
+    completion = torch_offers.offers().completion
+    return "\n".join(f"{name}: {_COMPLETION[how]}" for name, how in completion.items())
 
 
 def _not_built(settings: config.Settings) -> str:

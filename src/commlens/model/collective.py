@@ -203,6 +203,8 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     group: ProcessGroup
     device: str  # "cpu", "cuda"
     runs_ahead: bool = False  # a call only enqueues the op on a device, which may run it much later
+    # how it is learned what completed, as commlens.tap.backends says; "" if that is not recorded
+    completion: str = ""
 
     @cached_property
     def key(self) -> ChannelKey:

@@ -7,7 +7,7 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -15,6 +15,12 @@ import torch._C._distributed_c10d as _c10d
 _ON_THE_HOST = ("ProcessGroupGloo", "ProcessGroupMPI", "FakeProcessGroup")
 _ON = ("1", "y", "yes", "t", "true", "on")
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+Completion = Literal["call", "hooks", "status", "unknown"]
+"""How it is learned that an op is complete. ``call``: its call or its Work tells. ``hooks``: the
+backend calls completion hooks, and torch's hooks mark the entries of its recorder. ``status``:
+torch's recorder has a status for each group, by ``uid``. ``unknown``: nothing tells.
+"""
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -37,11 +43,16 @@ class Backend(NamedTuple):
 
     tells_results: bool = False
     """Whether torch's watchdog thread sets the result of each Work. With blocking wait it does not
-    see them.
+    see them. A backend with completion hooks would query the device to answer.
     """
 
     timeout_ms: int = 0
     """After which the backend gives an op up; 0: unknown."""
+
+    completion: Completion = "unknown"
+
+    recorder: str = ""
+    """Name of the recorder in which torch's hooks mark what is complete; empty if there is none."""
 
 
 def backend_of(process_group: Any, device: str) -> Backend:
@@ -50,17 +61,37 @@ def backend_of(process_group: Any, device: str) -> Backend:
     if backend is None:  # a process group written in Python
         return Backend(runs_ahead=device != "cpu")
     if isinstance(backend, _classes(*_ON_THE_HOST)):
-        return Backend(runs_ahead=False, timeout_ms=_timeout_ms(backend))
-    try:
-        uid = str(int(backend.uid))
-    except Exception:
-        uid = ""
+        return Backend(False, timeout_ms=_timeout_ms(backend), completion="call")
+    completion = completion_of(backend)
+    has_hooks = completion == "hooks"
     return Backend(
         True,
-        uid,
-        not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT),
+        str(int(backend.uid)) if completion == "status" else "",
+        not has_hooks
+        and not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT),
         _timeout_ms(backend),
+        completion,
+        # as torch's hooks name it
+        str(backend.name()).replace(":", "_") if has_hooks else "",
     )
+
+
+def completion_of(backend: Any) -> Completion:
+    """Return how it is learned that an op of a backend is complete: the one place that decides it.
+
+    Args:
+        backend: the object of a backend; or its class, of which it is assumed that it has hooks if
+            nothing else tells.
+    """
+    hooks = getattr(backend, "supports_completion_hooks", False)
+    kind = backend if isinstance(backend, type) else type(backend)
+    if issubclass(kind, _classes(*_ON_THE_HOST)):
+        return "call"
+    if hooks is True:
+        return "hooks"
+    if hasattr(backend, "uid"):
+        return "status"
+    return "hooks" if hooks else "unknown"
 
 
 def _object_of(process_group: Any, device: str) -> Any:

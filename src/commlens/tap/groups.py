@@ -119,6 +119,7 @@ class LiveChannel:
             "mesh_dim": group.mesh_dim,
             "inc": group.incarnation,
             "ahead": self.runs_ahead,
+            "completion": self.backend.completion,
             "hand": None if group.hand_made is None else group.hand_made._asdict(),
         }
 

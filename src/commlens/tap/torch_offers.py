@@ -9,7 +9,8 @@ nothing from a backend's name:
   accepts the name of a backend that has a recorder of its own.
 * The recorder is off by default until about torch 2.10.
 * NCCL's backend object has an ``uid``, the key of its status in a dump (2.8); gloo's has none
-  (2.13).
+  (2.13), nor has that of the NCCL backend that is the default from 2.15 on, which has completion
+  hooks.
 * ``ProcessGroup`` has hooks before and after each collective from 2.14 on.
 
 Tried on 2.13.0; the rest is from torch's sources. Importing this module does not import torch.
@@ -100,6 +101,24 @@ def read_recorders(
                 yield content
 
 
+def read_recorder(backend: str) -> dict[str, Any]:
+    """Return the content of the recorder of one backend; empty if torch has none for each."""
+    dump = next((dump for dump in dumps() if "backend" in dump.keywords), None)
+    return {} if dump is None else dump.read(entries=True, backend=backend)
+
+
+def hooked_backends() -> set[str]:
+    """Return the names of the backends of which torch's hooks record the calls."""
+    import torch.distributed.distributed_c10d as c10d
+
+    hooks = getattr(c10d._world, "pg_flight_recorder_hooks", {})
+    return {
+        str(group._get_backend(device).name()).replace(":", "_")
+        for group in list(hooks)
+        for device in group._device_types
+    }
+
+
 @dataclass(frozen=True)
 class Offers:
     """The interfaces of this torch that show whether a collective is complete, for ``commlens
@@ -108,7 +127,7 @@ class Offers:
 
     dumps: tuple[str, ...]  # names of the dump functions
     takes_backend: bool  # whether one of them takes a backend's name
-    backends_with_uid: tuple[str, ...]  # names of the backend classes with an ``uid``
+    completion: dict[str, str]  # by name of a backend's class, as commlens.tap.backends decides
     hooks: tuple[str, ...]  # names of ProcessGroup's methods that register hooks around collectives
     future_result: bool  # whether a Work has ``get_future_result``
     default_entries: int | None  # size of the recorder if no variable is set; 0: off; None: unknown
@@ -121,19 +140,19 @@ def offers() -> Offers:
     """Inspect this torch. Do not call this in a rank: it reads one of torch's header files."""
     import torch._C._distributed_c10d as c10d
 
+    from commlens.tap.backends import completion_of
+
     default_entries, variables = _default_size()
     return Offers(
         dumps=tuple(dump.name for dump in dumps()),
         takes_backend=any("backend" in dump.keywords for dump in dumps()),
-        backends_with_uid=tuple(
-            sorted(
-                name
-                for name, value in vars(c10d).items()
-                if isinstance(value, type)
-                and issubclass(value, c10d.Backend)
-                and hasattr(value, "uid")
-            )
-        ),
+        completion={
+            name: completion_of(value)
+            for name, value in sorted(vars(c10d).items())
+            if name.startswith("ProcessGroup")
+            and isinstance(value, type)
+            and issubclass(value, c10d.Backend)
+        },
         hooks=tuple(
             name
             for name in dir(c10d.ProcessGroup)

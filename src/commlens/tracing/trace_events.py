@@ -183,7 +183,8 @@ _MS = 1_000_000
 
 def entries() -> list[dict[str, Any]]:
     """Return the entries of torch's recorders; none if this torch has none, or none is on."""
-    found = (content.get("entries") for content in torch_offers.read_recorders(entries=True))
+    recorders = torch_offers.read_recorders(entries=True, backends=torch_offers.hooked_backends())
+    found = (content.get("entries") for content in recorders)
     return [entry for entries in found if isinstance(entries, list) for entry in entries]
 
 

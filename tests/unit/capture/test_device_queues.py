@@ -22,7 +22,7 @@ class Channel:
     """A group's channel, which carried a message."""
 
     pairs: ClassVar = {1: 1}
-    backend = SimpleNamespace(uid="0")
+    backend = SimpleNamespace(uid="0", recorder="")
 
 
 def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
@@ -131,3 +131,111 @@ def test_a_busy_group_is_asked_about_twice_a_minute(monkeypatch):
         queues.add(issued)
         answers.append(asked(queues, monkeypatch, second + 0.1))
     assert answers.count(True) == 1
+
+
+class Hooked:
+    """A group whose backend has completion hooks, and what torch's hooks recorded of it.
+
+    Its collectives were issued one second apart, the last of them two seconds before the look.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ops: str, entries: list[str]) -> None:
+        channel: Any = Channel()
+        channel.backend = SimpleNamespace(uid="", recorder="nccl2")
+        channel.group, channel.pairs, channel.busy = SimpleNamespace(name="dp"), {}, 0
+        self.channel, self.now = channel, time.monotonic_ns()
+        self.found: dict[int, str] = {}
+        writer = SimpleNamespace(
+            capacity=100, last_index=9, mark_outcome=lambda _, index, *__: self.note(index, "open")
+        )
+        tracker = SimpleNamespace(
+            writer=writer, done=lambda token, *_: self.note(token.index, "done")
+        )
+        self.queues = DeviceQueues(tracker)
+        self.queues._asked_ns = 0
+        self.tokens = [
+            self.token(channel, at, op, len(ops.split())) for at, op in enumerate(ops.split())
+        ]
+        for token in self.tokens:
+            self.queues.add(token)
+        made = [self.entry(at, one, len(entries)) for at, one in enumerate(entries)]
+        monkeypatch.setattr(
+            torch_progress.torch_offers,
+            "read_recorder",
+            lambda name: {"entries": made} if name == "nccl2" else {},
+        )
+
+    def note(self, index: int, state: str) -> None:
+        self.found[index] = state
+
+    def token(self, channel: Any, at: int, op: str, count: int) -> Any:
+        return SimpleNamespace(
+            args=SimpleNamespace(channel=channel, op=op),
+            result=None,
+            backend_number=at + 1,
+            since=self.now - (count - at + 2) * 10**9,
+            waiting=False,
+            known_how=0,
+            offset=0,
+            index=at,
+        )
+
+    @staticmethod
+    def entry(at: int, about: str, count: int) -> dict[str, Any]:
+        op, _, state = about.partition(" ")
+        return {
+            "process_group": ["other" if "other" in state else "dp", ""],
+            "is_p2p": "send" in op,
+            "profiling_name": f"nccl2:{op}",
+            "state": state.split()[0],
+            "time_created_ns": time.time_ns() - (count - at + 2) * 10**9,
+        }
+
+    def look(self) -> str:
+        """The states of the collectives after a look: done, open, or unknown."""
+        self.queues.look(self.now)
+        return " ".join(self.found.get(token.index, "unknown") for token in self.tokens)
+
+
+DONE, OPEN = "all_reduce completed", "all_reduce scheduled"
+
+
+@pytest.mark.parametrize(
+    ("ops", "entries", "states"),
+    [
+        ("all_reduce all_reduce", [DONE, OPEN], "done open"),
+        # a ring buffer that holds older ones, too, those of other groups, and messages
+        (
+            "all_gather all_reduce",
+            [DONE, "_all_gather_base completed", "send 0->1 scheduled", f"{OPEN} other", OPEN],
+            "done open",
+        ),
+        ("all_reduce barrier", [OPEN, "barrier completed"], "open done"),
+        ("all_reduce all_reduce", [OPEN], "unknown open"),  # the other entry is overwritten
+        ("all_reduce broadcast", [DONE, OPEN], "unknown unknown"),  # whose entries are these?
+        ("all_reduce", [], "unknown"),
+    ],
+)
+def test_the_entries_of_torchs_hooks_tell_what_completed(
+    monkeypatch: pytest.MonkeyPatch, ops: str, entries: list[str], states: str
+) -> None:
+    assert Hooked(monkeypatch, ops, entries).look() == states
+
+
+def test_a_call_that_the_backend_rejected_has_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays "scheduled" for ever, and must not be taken for that of the call before."""
+    job = Hooked(monkeypatch, "all_reduce", [DONE, OPEN])
+    rejected = job.token(job.channel, 1, "all_reduce", 1)
+    job.queues.add_rejected(rejected)
+    assert job.look() == "done" and rejected.index not in job.found
+    assert job.queues.oldest() is None
+
+
+def test_a_group_that_issues_now_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its newest entry may be that of a call that has not returned."""
+    job = Hooked(monkeypatch, "barrier", ["barrier scheduled"])
+    job.channel.busy = 77
+    assert job.look() == "unknown"
+    job.channel.busy = 0
+    job.queues._asked_ns = 0
+    assert job.look() == "open" and job.queues.oldest() is job.tokens[0]

@@ -255,7 +255,7 @@ def without_others(logs: Sequence[RankLog], alike: AlikeRanks) -> list[RankLog]:
             if ranks not in cut:
                 cut[ranks] = tuple(rank for rank in ranks if rank not in alike.others)
             changed = msgspec.structs.replace(group, ranks=cut[ranks], whole=ranks)
-            after = Channel(changed, before.device, before.runs_ahead)
+            after = msgspec.structs.replace(before, group=changed)
             by_id[id(before)] = channels.setdefault(after, after)
         return by_id[id(before)]
 

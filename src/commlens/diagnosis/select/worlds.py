@@ -165,7 +165,7 @@ class _Groups:
                     _label(group),
                     group.backend,
                 )
-            self._channels[key] = Channel(changed, channel.device, channel.runs_ahead)
+            self._channels[key] = msgspec.structs.replace(channel, group=changed)
         return self._channels[key]
 
 

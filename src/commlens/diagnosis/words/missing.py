@@ -22,9 +22,9 @@ from commlens.diagnosis.words.next_steps import (
     recomputed_step,
 )
 from commlens.diagnosis.words.phrases import (
-    COMPLETION_UNKNOWN,
     UNDECIDED,
     activity_words,
+    completion_unknown,
     first_line,
     kind_phrase,
     prose,
@@ -347,7 +347,7 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
         case "completion-unknown":
             return (
                 f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks:"
-                f" {COMPLETION_UNKNOWN}"
+                f" {completion_unknown(absence.edge.op.channel)}"
             )
         case "refused-elsewhere":
             return (

@@ -12,7 +12,7 @@ from commlens.diagnosis.index.activity import Activity, Sign, SignKind
 from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.diagnosis.words.finding import Words
 from commlens.model.cause import Cause, Recomputed, Rounds
-from commlens.model.collective import Collective, Stack, State
+from commlens.model.collective import Channel, Collective, Stack, State
 from commlens.text import (
     args_phrase,
     capital,
@@ -166,10 +166,21 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
 }
 
 
-COMPLETION_UNKNOWN = (
-    "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
-    " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."
-)
+def completion_unknown(channel: Channel) -> str:
+    """Return why nothing tells whether the collectives of a channel completed."""
+    match channel.completion:
+        case "hooks":
+            return (
+                "they are in a CUDA graph, or commlens recorded without its native engine while"
+                " torch's own recorder was off (TORCH_FR_BUFFER_SIZE=0)."
+            )
+        case "unknown":
+            return f"the backend {channel.group.backend} tells nobody when a collective completes."
+    return (
+        "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
+        " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."
+    )
+
 
 _WAITS_MAX = 3  # collectives in which ranks wait
 _EXITS_MAX = 4  # ranks whose exits a finding lists

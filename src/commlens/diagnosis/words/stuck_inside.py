@@ -14,9 +14,9 @@ from commlens.diagnosis.words.next_steps import (
     stuck_step,
 )
 from commlens.diagnosis.words.phrases import (
-    COMPLETION_UNKNOWN,
     activity_words,
     collective_phrase,
+    completion_unknown,
     first_line,
     prose,
 )
@@ -34,8 +34,12 @@ from commlens.text import (
 
 RECORD_COMPLETION = (
     "start the job with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE)"
-    " and without blocking wait"
+    " and without blocking wait; for this run, "
 )
+_RECORD_COMPLETION = {
+    "hooks": "let commlens record with its native engine (commlens build-native); for this run, ",
+    "unknown": "",
+}
 _ASPECTS = {
     "args": "arguments",
     "shape": "sizes",
@@ -125,9 +129,10 @@ def _completion_unknown(_: Context, case: StuckCase) -> Words:
         ),
         explanation=prose(
             "All ranks have issued it and agree on what was compared.",
-            "Nothing tells how far their devices are: " + COMPLETION_UNKNOWN,
+            "Nothing tells how far their devices are: " + completion_unknown(meeting.op.channel),
         ),
-        next_step=f"{RECORD_COMPLETION}; for this run, {stuck_step(meeting.op, meeting.views)}",
+        next_step=_RECORD_COMPLETION.get(meeting.op.channel.completion, RECORD_COMPLETION)
+        + stuck_step(meeting.op, meeting.views),
         would_raise_confidence=(
             "C++ stacks of these ranks (py-spy dump --native) would show whether they wait for"
             " their devices."

@@ -367,7 +367,7 @@ def _ends_of_groups(coalesced: Integers, closes: Integers, state: Integers) -> I
 # --- sequence numbers
 
 
-def _is_of_torchcomms(table: Table) -> bool:
+def _is_of_torchcomms(table: EntryColumns) -> bool:
     """Return whether torchcomms' recorder wrote the dump: it describes each group by its backend,
     and has no status.
     """
@@ -375,7 +375,7 @@ def _is_of_torchcomms(table: Table) -> bool:
     return bool(backends) and backends <= _TORCHCOMMS and not table.about.get("pg_status")
 
 
-def _sequence(table: Table, channel: Integers, is_p2p: Integers, *, lost: bool) -> Integers:
+def _sequence(table: EntryColumns, channel: Integers, is_p2p: Integers, *, lost: bool) -> Integers:
     """Return the sequence numbers; -1 if there is none.
 
     Torchcomms counts the calls of all communicators together, messages included. If entries are

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from builders import Job, training
 from goldens import hold
 from judging import judge
 
-from commlens.model.collective import State
+from commlens.model.collective import Channel, LearnedHow, State
 from commlens.model.ranklog import End, Observation, RankLog
 
 
@@ -34,3 +36,18 @@ def test_stopped_inside() -> None:
     verdict = judge(logs)
     assert (verdict.kind, verdict.why, verdict.culprits) == ("stuck-inside", "stopped", [1])
     hold("stuck-inside/stopped", verdict)
+
+
+@pytest.mark.parametrize("completion", ["status", "hooks", "unknown"])
+def test_why_completion_is_unknown_depends_on_the_backend(completion: str) -> None:
+    """Advice that does not help with a backend is not given."""
+    logs = stuck_inside()
+    for log in logs:
+        for op in log.collectives:
+            group = msgspec.structs.replace(op.channel.group, backend="xyz")
+            op.channel = Channel(group, "cuda", runs_ahead=True, completion=completion)
+        last = log.collectives[-1]
+        last.state, last.learned_how = State.UNKNOWN, LearnedHow.UNKNOWN
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
+    hold(f"stuck-inside/completion-{completion}", verdict)
