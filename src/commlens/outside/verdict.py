@@ -8,8 +8,8 @@ from typing import Final
 
 from commlens.diagnosis.causes.circumstances import (
     add_init_meeting,
+    add_ras_witness,
     affected_by,
-    ask_witness,
     shared_place,
 )
 from commlens.diagnosis.causes.hardware import add_hardware_seen
@@ -72,7 +72,7 @@ def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -
     add_hardware_seen(cause, healths, spans_nodes=spans_nodes)
     reports = [health.ras for health in healths if health.ras is not None]
     logs = {one.rank: one.log for one in job.samples}
-    ask_witness(cause, reports, list(logs.values()), any_group=True)
+    add_ras_witness(cause, reports, list(logs.values()), any_group=True)
     if isinstance(cause, (Dead, StuckInside)) and cause.root_cause:
         nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
         affected = affected_by(cause, set(logs) - set(job.absent))

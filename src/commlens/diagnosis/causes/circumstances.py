@@ -1,6 +1,6 @@
-"""What else is known of a cause: a collective of torch.compile's own, how far the ranks have come
-in ``init_process_group``, lost nodes, what NCCL's RAS service says, and the place that all affected
-ranks share.
+"""Add the circumstances to causes that were found: which part of torch.compile issued the
+collective, how many ranks have reached ``init_process_group``, which nodes are lost, whether NCCL's
+RAS service agrees, and which place all affected ranks share.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from commlens.model.cause import (
     RasWitness,
     SharedPlace,
     StuckInside,
-    Wait,
 )
 from commlens.model.collective import Collective, FrameKind, Stack
 from commlens.model.health import RasCommunicator, RasRank, RasReport
 from commlens.model.ranklog import RankLog, StoreSeen
 
+# --- torch.compile
 
-class _Code(NamedTuple):
+
+class _CompilerCode(NamedTuple):
     """A file of torch, or a function of it, that issues collectives for a part of the compiler."""
 
     part: CompilerPart
@@ -42,46 +43,57 @@ class _Code(NamedTuple):
     function: str = ""
 
 
-_CODE = (
-    _Code("guards", "torch/_dynamo/eval_frame.py", "guard_collectives_hook"),
-    _Code("sizes", "torch/_dynamo/output_graph.py"),
-    _Code("partitioner", "torch/_functorch/partitioners.py"),
-    _Code("autotuning", "torch/_inductor/distributed_autotune.py"),
-    _Code("autotuning", "torch/_inductor/select_algorithm.py"),
-    _Code("group", "torch/_dynamo/distributed.py"),
+_COMPILER_CODE = (
+    _CompilerCode("guards", "torch/_dynamo/eval_frame.py", "guard_collectives_hook"),
+    _CompilerCode("sizes", "torch/_dynamo/output_graph.py"),
+    _CompilerCode("partitioner", "torch/_functorch/partitioners.py"),
+    _CompilerCode("autotuning", "torch/_inductor/distributed_autotune.py"),
+    _CompilerCode("autotuning", "torch/_inductor/select_algorithm.py"),
+    _CompilerCode("group", "torch/_dynamo/distributed.py"),
 )
-"""Code that a compiled graph runs is not among them: its collectives are those of the program."""
+"""The code that a compiled graph runs is left out: its collectives are the program's own."""
 
 
 def add_compiler(context: Context) -> None:
-    """Add to each root cause which ranks stand in a collective of the compiler, if its ranks do."""
+    """Add to each root cause the compiler's collective in which one of its ranks waits."""
     calls = {node.rank: block.op for node, block in context.graph.blocks.items()}
-    parts = {rank: part for rank, op in calls.items() if (part := _part(op.stack)) is not None}
+    parts = {
+        rank: part for rank, op in calls.items() if (part := _compiler_part(op.stack)) is not None
+    }
     for case in context.cases if parts else ():
         ranks = [*case.cause.culprits, *case.cause.victims]
         rank = next((rank for rank in ranks if rank in parts), None)
         if rank is not None and case.cause.root_cause:
-            case.cause.compiler = _call(calls, parts, rank)
+            case.cause.compiler = _compiler_call(calls, parts, rank)
 
 
-def _call(calls: dict[int, Collective], parts: dict[int, CompilerPart], rank: int) -> CompilerCall:
+def _compiler_call(
+    calls: dict[int, Collective], parts: dict[int, CompilerPart], rank: int
+) -> CompilerCall:
+    """Return the collective of the compiler in which a rank waits, with all ranks that wait in the
+    same one.
+    """
     op, part = calls[rank], parts[rank]
-    alike = sorted(one for one in parts if parts[one] == part and calls[one].op == op.op)
-    return CompilerCall(part, op.op, alike, set(alike) == calls.keys(), source_of(op))
+    same = sorted(other for other in parts if parts[other] == part and calls[other].op == op.op)
+    return CompilerCall(part, op.op, same, set(same) == calls.keys(), source_of(op))
 
 
-def _part(stack: Stack) -> CompilerPart | None:
-    own = list(itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack))
+def _compiler_part(stack: Stack) -> CompilerPart | None:
+    """Return the part of the compiler that issued a collective; None if the program issued it."""
+    before_user_code = itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack)
     found = (
-        place.part
-        for place, frame in itertools.product(_CODE, own)
-        if frame.file.endswith(place.file) and place.function in ("", frame.function)
+        code.part
+        for code, frame in itertools.product(_COMPILER_CODE, before_user_code)
+        if frame.file.endswith(code.file) and code.function in ("", frame.function)
     )
     return next(found, None)
 
 
+# --- init_process_group
+
+
 def add_init_meetings(context: Context) -> None:
-    """Add to the causes in ``init_process_group`` how far the ranks have come there."""
+    """Add to the causes in ``init_process_group`` which ranks have called it."""
     views = context.job.views.values()
     for case in context.cases:
         op = case.op
@@ -90,20 +102,20 @@ def add_init_meetings(context: Context) -> None:
         came = {
             view.rank: view.log.observation.store
             for view in views
-            for other in view.log.setups
-            if (other.op, other.sequence_number) == (op.op, op.sequence_number)
+            for setup in view.log.setups
+            if (setup.op, setup.sequence_number) == (op.op, op.sequence_number)
         }
         add_init_meeting(case.cause, len(op.channel.group.all_ranks), came)
 
 
 def add_init_meeting(cause: Cause, size: int, came: Mapping[int, StoreSeen | None]) -> None:
-    """Add to a cause how far the ranks have come. If all of them have, and nobody listens where
-    they meet, no rank is to blame.
+    """Add to a cause which ranks have called ``init_process_group``. If all have, but no process
+    listens at the store's address, no rank is to blame.
 
     Args:
         cause: of ranks that wait in ``init_process_group``.
-        size: ranks that are to come.
-        came: the ranks that have, each with what its host shows of the address.
+        size: how many ranks must call it.
+        came: the ranks that have called it, each with the store as seen from its host.
     """
     stores = [store for store in came.values() if store is not None]
     store = came.get(0) or next(
@@ -126,139 +138,158 @@ def add_init_meeting(cause: Cause, size: int, came: Mapping[int, StoreSeen | Non
         cause.blamed_by, cause.confidence, cause.certain = "nobody", "high", True
 
 
+# --- lost nodes
+
+
 def name_lost_nodes(context: Context, lost: Sequence[LostNode]) -> None:
-    """Name the lost nodes in the causes found so far, and blame no rank of a node that is only
-    silent: its ranks may still run.
+    """Name the lost nodes in the causes found so far. Do not blame the ranks of a node that is only
+    silent: they may still run.
     """
     vanished = [node for node in lost if node.vanished]
     silent = [node for node in lost if not node.vanished]
     for case in context.cases:
         cause = case.cause
         if cause.kind == "dead":
-            _name(cause, cause.culprits, vanished)
-        elif cause.kind == "missing" and _name(cause, _awaited(case), silent):
+            _name_nodes(cause, cause.culprits, vanished)
+        elif cause.kind == "missing" and _name_nodes(cause, _ranks_of_group(case), silent):
             if cause.culprits:
                 cause.culprits, cause.blamed_by = [], "unknown"
             cause.confidence = "low"
 
 
-def _name(cause: Cause, ranks: Sequence[int], nodes: Sequence[LostNode]) -> bool:
-    """Name the nodes on which some of these ranks run, if all culprits run on them."""
+def _name_nodes(cause: Cause, ranks: Sequence[int], nodes: Sequence[LostNode]) -> bool:
+    """Name in a cause those of the nodes that run some of these ranks, provided that all culprits
+    run on them. Return whether the cause names a node.
+    """
     found = [node for node in nodes if not set(ranks).isdisjoint(node.ranks)]
-    on_them = {rank for node in found for rank in node.ranks}
-    if found and on_them.issuperset(cause.culprits):
+    ranks_on_found = {rank for node in found for rank in node.ranks}
+    if found and ranks_on_found.issuperset(cause.culprits):
         cause.lost_nodes = found
     return bool(cause.lost_nodes)
 
 
-def _awaited(case: Case[Any]) -> Sequence[int]:
+def _ranks_of_group(case: Case[Any]) -> Sequence[int]:
     group = group_of(case.op) if case.op is not None else None
     return group.ranks if group is not None else ()
 
 
-def add_ras(context: Context) -> None:
-    """Add what RAS says about the group of each root cause, as far as its processes show which of
-    the communicators that is.
-    """
+# --- NCCL's RAS service
+
+
+def add_ras_witnesses(context: Context) -> None:
+    """Add to each root cause whether RAS agrees with it."""
     reports = [node.health.ras for node in context.job.nodes if node.health.ras is not None]
     logs = [view.log for view in context.job.views.values()]
     for case in context.cases:
         if case.cause.root_cause:
-            ask_witness(case.cause, reports, logs)
+            add_ras_witness(case.cause, reports, logs)
 
 
-def ask_witness(
+def add_ras_witness(
     cause: Cause, reports: Iterable[RasReport], logs: Sequence[RankLog], *, any_group: bool = False
 ) -> None:
-    """Add to a cause what RAS says about its group.
+    """Add to a cause whether RAS agrees with it. RAS says nothing about the cause if no
+    communicator is known to be that of the cause's group.
 
     Args:
-        cause: what was found.
+        cause: stays as it is, unless its ranks wait for others or are stuck in a collective.
         reports: the answers of RAS.
         logs: of all ranks.
-        any_group: where the ranks of the group are not known, any communicator of the job counts.
+        any_group: if the cause names no group, use any communicator of the job.
     """
     if not isinstance(cause, (StuckInside, Missing)):
         return
     communicators = [each for report in reports if report.answered for each in report.communicators]
-    by_pid = _by_pid(logs)
-    groups = _groups(cause.waits)
+    rank_by_pid = _rank_by_pid(logs)
+    groups = [wait.group.ranks for wait in cause.waits if wait.group is not None]
     if any_group and not groups:
-        groups = [_ranks_of(each, by_pid) for each in communicators]
-    about = _about(communicators, groups, {log.rank: log.pid for log in logs if log.pid})
-    if about is not None:
-        behind = _ranks(about.behind, by_pid)
-        silent = _ranks(about.silent, by_pid)
-        cause.ras = RasWitness(_says(cause, about, behind, silent), about.op, behind, silent)
-        if cause.ras.says == "disagrees" and cause.confidence == "medium":
+        groups = [_ranks_of(each, rank_by_pid) for each in communicators]
+    pids = {log.rank: log.pid for log in logs if log.pid}
+    communicator = _communicator_of(groups, communicators, pids)
+    if communicator is not None:
+        behind = _known_ranks(communicator.behind, rank_by_pid)
+        silent = _known_ranks(communicator.silent, rank_by_pid)
+        says = _opinion_of_ras(cause, communicator, behind, silent)
+        cause.ras = RasWitness(says, communicator.op, behind, silent)
+        if says == "disagrees" and cause.confidence == "medium":
             cause.confidence = "low"
 
 
-def _by_pid(logs: Sequence[RankLog]) -> dict[int, int]:
-    """Return the rank of each process whose pid no other rank has."""
+def _rank_by_pid(logs: Sequence[RankLog]) -> dict[int, int]:
+    """Return the ranks by pid, without the pids that several ranks have."""
     pids = Counter(log.pid for log in logs)
     return {log.pid: log.rank for log in logs if log.pid and pids[log.pid] == 1}
 
 
-def _ranks_of(each: RasCommunicator, by_pid: Mapping[int, int]) -> list[int]:
-    """Return the ranks of a communicator; none if one of its processes is not known."""
-    ranks = [by_pid.get(pid, -1) for pid in each.pids]
+def _ranks_of(communicator: RasCommunicator, rank_by_pid: Mapping[int, int]) -> list[int]:
+    """Return the ranks of a communicator; an empty list if one of its processes is unknown."""
+    ranks = [rank_by_pid.get(pid, -1) for pid in communicator.pids]
     return ranks if -1 not in ranks else []
 
 
-def _groups(waits: Sequence[Wait]) -> list[list[int]]:
-    return [wait.group.ranks for wait in waits if wait.group is not None]
-
-
-def _about(
-    communicators: Iterable[RasCommunicator],
+def _communicator_of(
     groups: Sequence[Sequence[int]],
+    communicators: Iterable[RasCommunicator],
     pids: Mapping[int, int],
 ) -> RasCommunicator | None:
     """Return the communicator of one of the groups; of several, one in which RAS sees a problem."""
-    same = [each for each in communicators if any(_is_of(each, group, pids) for group in groups)]
-    wrong = [each for each in same if each.apart or each.silent]
-    return next(iter(wrong or same), None)
+    matching = [
+        each
+        for each in communicators
+        if any(_is_communicator_of(group, each, pids) for group in groups)
+    ]
+    faulty = [each for each in matching if each.apart or each.silent]
+    return next(iter(faulty or matching), None)
 
 
-def _is_of(each: RasCommunicator, group: Sequence[int], pids: Mapping[int, int]) -> bool:
-    """Return whether a communicator is of a group: its processes are, in the same order.
+def _is_communicator_of(
+    group: Sequence[int], communicator: RasCommunicator, pids: Mapping[int, int]
+) -> bool:
+    """Return whether a communicator consists of the processes of a group, in the same order.
 
-    Jobs on one node share RAS's default port, so the answer may be another job's. A process that is
-    not the rank's shows that, even if others have the same pids on another node.
+    Jobs on one node share RAS's default port, so the answer may be about another job. One process
+    with another pid than the rank shows that, even if some pids are equal by chance.
 
     Args:
-        each: the communicator.
         group: the global ranks.
-        pids: of the job's ranks, as far as they are known.
+        communicator: as RAS describes it: all its processes, or only those in trouble.
+        pids: the pids of the job's ranks, as far as they are known.
     """
-    named = [(rank.rank, rank.pid) for rank in (*each.behind, *each.silent)]
-    told = list(enumerate(each.pids)) if each.pids else named
-    if any(place >= len(group) for place, _ in told) or each.size not in (0, len(group)):
+    in_trouble = [(rank.rank, rank.pid) for rank in (*communicator.behind, *communicator.silent)]
+    members = list(enumerate(communicator.pids)) if communicator.pids else in_trouble
+    size_fits = communicator.size in (0, len(group))
+    if not size_fits or any(position >= len(group) for position, _ in members):
         return False
-    known = [(pid, pids[group[place]]) for place, pid in told if pid and group[place] in pids]
-    return bool(known) and all(pid == own for pid, own in known)
+    both_known = [
+        (pid, pids[group[position]]) for position, pid in members if pid and group[position] in pids
+    ]
+    return bool(both_known) and all(theirs == ours for theirs, ours in both_known)
 
 
-def _ranks(named: Sequence[RasRank], by_pid: Mapping[int, int]) -> list[int]:
-    return sorted(by_pid[each.pid] for each in named if each.pid in by_pid)
+def _known_ranks(processes: Sequence[RasRank], rank_by_pid: Mapping[int, int]) -> list[int]:
+    return sorted(rank_by_pid[each.pid] for each in processes if each.pid in rank_by_pid)
 
 
-def _says(
-    cause: StuckInside | Missing, about: RasCommunicator, behind: list[int], silent: list[int]
+def _opinion_of_ras(
+    cause: StuckInside | Missing,
+    communicator: RasCommunicator,
+    behind: list[int],
+    silent: list[int],
 ) -> RasSays:
     if isinstance(cause, StuckInside):
-        return "disagrees" if about.apart else "agrees"
-    if not about.apart and not silent:
+        return "disagrees" if communicator.apart else "agrees"
+    if not communicator.apart and not silent:
         return "silent"
-    blamed = set(cause.culprits)
-    return "agrees" if blamed & {*behind, *silent} else "disagrees"
+    return "disagrees" if {*behind, *silent}.isdisjoint(cause.culprits) else "agrees"
 
 
-_KINDS: Final[Sequence[PlaceKind]] = ("host", "leaf", "rack", "rail", "gpu")
-"""The first that fits is named."""
+# --- the place that all affected ranks share
 
-_OF_HOSTS: Final[Collection[PlaceKind]] = ("leaf", "rack")
+
+_PLACE_KINDS: Final[Sequence[PlaceKind]] = ("host", "leaf", "rack", "rail", "gpu")
+"""In the order in which they are tried."""
+
+_KINDS_ABOVE_HOSTS: Final[Collection[PlaceKind]] = ("leaf", "rack")
 
 
 class Affected(NamedTuple):
@@ -266,16 +297,13 @@ class Affected(NamedTuple):
 
     bad: Collection[int]
     good: Collection[int]
-    by_node: bool = False  # all ranks of a node count, because of what happened there
+    by_node: bool = False  # the fault is a node's, so all its ranks are affected
 
 
 def add_shared_places(context: Context) -> None:
-    """Add to each root cause the place that its ranks share.
-
-    Where ranks stand for others, which have no log, the places of these are not known.
-    """
+    """Add to each root cause the place that its ranks share."""
     if context.job.stands_for:
-        return
+        return  # some ranks have no log, so their places are unknown
     logs = {rank: view.log for rank, view in context.job.views.items()}
     dead = {
         rank
@@ -295,24 +323,26 @@ def add_shared_places(context: Context) -> None:
 
 
 def affected_by(cause: AnyCause, alive: Collection[int]) -> Affected:
-    """Return the ranks that a cause affects, and those that it does not although it could.
+    """Return the ranks that a cause affects, and those that it could affect but does not.
 
     Args:
         cause: what was found.
-        alive: the ranks that run, as far as was seen.
+        alive: the ranks that were seen running.
     """
     match cause:
         case Dead():
             return Affected(cause.ranks, [rank for rank in alive if rank not in cause.ranks])
         case StuckInside():
-            bad = _stuck(cause)
+            bad = _ranks_that_differ(cause)
             by_node = any(each.explains and not each.own for each in cause.hardware)
             return Affected(bad, set(cause.ranks) - set(bad), by_node)
     return Affected([], [])
 
 
-def _stuck(cause: StuckInside) -> Collection[int]:
-    """Return the ranks of a collective that differ from the others of it."""
+def _ranks_that_differ(cause: StuckInside) -> Collection[int]:
+    """Return the ranks of a collective that differ from its other ranks: the culprits, else those
+    with the same fault of hardware, else those that have not completed it.
+    """
     if cause.culprits:
         return cause.culprits
     first = cause.hardware[0] if cause.hardware else None
@@ -323,58 +353,61 @@ def _stuck(cause: StuckInside) -> Collection[int]:
 
 
 def shared_place(affected: Affected, where: Mapping[int, Whereabouts]) -> SharedPlace | None:
-    """Return the smallest place that all affected ranks share and none of the others; None if there
-    is none, or one of the affected ranks may be elsewhere.
+    """Return the smallest place in which all affected ranks run and no other rank; None if there is
+    no such place, or if the place of an affected rank is unknown.
 
     Args:
-        affected: two ranks or more, and others.
+        affected: the ranks; fewer than two share no place.
         where: where the ranks run.
     """
     bad = sorted(set(affected.bad))
     good = sorted(set(affected.good) - set(bad))
-    kinds = _KINDS[1:] if affected.by_node else _KINDS
-    found = (_shared(kind, bad, good, where) for kind in kinds) if len(bad) > 1 else ()
+    kinds = _PLACE_KINDS[1:] if affected.by_node else _PLACE_KINDS
+    found = (_shared_place_of(kind, bad, good, where) for kind in kinds) if len(bad) > 1 else ()
     return next((place for place in found if place is not None), None)
 
 
-def _shared(
+def _shared_place_of(
     kind: PlaceKind, bad: Sequence[int], good: Sequence[int], where: Mapping[int, Whereabouts]
 ) -> SharedPlace | None:
-    """Return the place of this kind."""
-    ours = {_named(where, rank, kind) for rank in bad}
-    name = next(iter(ours))
-    theirs = [rank for rank in good if _named(where, rank, kind)]
-    if len(ours) > 1 or not name or not theirs:
+    """Return the place of this kind in which all bad ranks run and no good one; None if there is no
+    such place.
+    """
+    bad_names = {_place_name(where, rank, kind) for rank in bad}
+    name = next(iter(bad_names))
+    good_ranks = [rank for rank in good if _place_name(where, rank, kind)]
+    if len(bad_names) > 1 or not name or not good_ranks:
         return None
-    if any(_named(where, rank, kind) == name for rank in theirs):
+    if any(_place_name(where, rank, kind) == name for rank in good_ranks):
         return None
-    if kind in _OF_HOSTS and len({where[rank].host for rank in bad}) < 2:
-        return None  # the only host there
+    if kind in _KINDS_ABOVE_HOSTS and len({where[rank].host for rank in bad}) < 2:
+        return None  # only one host: nothing shows that its leaf or rack matters
     nics = {where[rank].nic for rank in bad}
     nic = next(iter(nics)) if kind == "rail" and len(nics) == 1 else ""
-    chance = _chance(kind, [*bad, *theirs], bad, where)
-    return SharedPlace(kind, name, list(bad), len(theirs), round(chance, 4), nic)
+    chance = _chance(kind, [*bad, *good_ranks], bad, where)
+    return SharedPlace(kind, name, list(bad), len(good_ranks), round(chance, 4), nic)
 
 
-def _named(where: Mapping[int, Whereabouts], rank: int, kind: PlaceKind) -> str:
+def _place_name(where: Mapping[int, Whereabouts], rank: int, kind: PlaceKind) -> str:
+    """Return the name of a rank's place of this kind; an empty string if it is unknown."""
     return str(getattr(where.get(rank, Whereabouts()), kind))
 
 
 def _chance(
     kind: PlaceKind, ranks: Sequence[int], bad: Sequence[int], where: Mapping[int, Whereabouts]
 ) -> float:
-    """Return how likely it is that as many ranks, or hosts where whole hosts are affected, make up
-    one such place, whichever of them are affected.
+    """Return the probability that as many ranks as the bad ones, drawn at random, are exactly the
+    ranks of one place of this kind. If no host has both good and bad ranks, hosts are drawn.
     """
     affected = set(bad)
-    places: dict[str, set[object]] = defaultdict(set)
-    hosts: dict[str, set[bool]] = defaultdict(set)
+    hosts: dict[str, set[bool]] = defaultdict(set)  # host: whether its ranks are affected
     for rank in ranks:
-        hosts[_named(where, rank, "host")].add(rank in affected)
-    whole = kind in _OF_HOSTS and all(len(each) == 1 for each in hosts.values())
+        hosts[_place_name(where, rank, "host")].add(rank in affected)
+    draw_hosts = kind in _KINDS_ABOVE_HOSTS and all(len(each) == 1 for each in hosts.values())
+    places: dict[str, set[object]] = defaultdict(set)  # place: its ranks or hosts
     for rank in ranks:
-        places[_named(where, rank, kind)].add(_named(where, rank, "host") if whole else rank)
-    units = len(hosts) if whole else len(ranks)
-    size = len(places[_named(where, bad[0], kind)])
-    as_large = sum(len(each) == size for each in places.values())
-    return as_large / math.comb(units, size)
+        drawn = _place_name(where, rank, "host") if draw_hosts else rank
+        places[_place_name(where, rank, kind)].add(drawn)
+    size = len(places[_place_name(where, bad[0], kind)])
+    places_of_size = sum(len(each) == size for each in places.values())
+    return places_of_size / math.comb(len(hosts) if draw_hosts else len(ranks), size)

@@ -11,7 +11,7 @@ from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.causes.circumstances import (
     add_compiler,
     add_init_meetings,
-    add_ras,
+    add_ras_witnesses,
     add_shared_places,
 )
 from commlens.diagnosis.causes.context import Case, Context
@@ -71,7 +71,7 @@ def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> C
     add_init_meetings(context)
     add_compiler(context)
     add_hardware(context)
-    add_ras(context)
+    add_ras_witnesses(context)
     add_shared_places(context)
     context.cases.sort(key=_weight)
     return context
