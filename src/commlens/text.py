@@ -344,13 +344,15 @@ def _by_world(numbers: Sequence[int], worlds: Worlds, of_group: str = "") -> lis
     for world in worlds.worlds:
         if ranks := [number - world.first for number in numbers if number in world.numbers]:
             parts.append(_in_world(world, ranks) if len(worlds.worlds) > 1 else _some_ranks(ranks))
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, bool], list[int]] = {}
     for outsider in worlds.outsiders:
         if outsider.number in numbers:
-            groups.setdefault(outsider.group, []).append(outsider.member)
+            groups.setdefault((outsider.group, outsider.size > 0), []).append(outsider.member)
     parts += [
-        _some_ranks(members, "member", "members") + of_group.format(group)
-        for group, members in groups.items()
+        _some_ranks(members, "member", "members") + of_group.format(name)
+        if of_a_group
+        else _some_ranks(members, name, name)
+        for (name, of_a_group), members in groups.items()
     ]
     others = [
         each

@@ -25,12 +25,14 @@ class JobWorld(msgspec.Struct, frozen=True):
 
 
 class Outsider(msgspec.Struct, frozen=True):
-    """A member of a group made by hand that has not come to the group."""
+    """A member of a group made by hand that has not come to the group, or a rank that its world
+    does not have any more.
+    """
 
     number: int  # of the process, if it is presumed; else above the numbers of all worlds
-    group: str  # the group's label
-    member: int  # its rank in the group
-    size: int  # of the group
+    group: str  # the group's label, or the name of the world
+    member: int  # its rank in the group, or in the world
+    size: int  # of the group; 0: a rank that its world does not have any more
 
 
 class Worlds(msgspec.Struct, frozen=True):

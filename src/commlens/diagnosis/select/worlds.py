@@ -43,12 +43,15 @@ def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
         worlds.append(JobWorld(name, first, size))
         first += size
     groups = _Groups(runs, worlds)
-    names = Worlds(tuple(worlds), tuple(groups.outsiders), tuple(groups.presumed))
-    return [
-        _numbered(log, world, groups, names)
+    numbered = [
+        _numbered(log, world, groups)
         for logs, world in zip(runs, worlds, strict=True)
         for log in logs
     ]
+    names = Worlds(tuple(worlds), tuple(groups.outsiders), tuple(groups.presumed))
+    for log in numbered:
+        log.worlds = names
+    return numbered
 
 
 class _Claim(NamedTuple):
@@ -76,8 +79,10 @@ class _Groups:
                     number, has_ended = world.first + log.rank, log.observation.has_ended
                     claims[identity].append(_Claim(made.member, number, has_ended))
                     labels[identity] = label
-        self._next = worlds[-1].first + worlds[-1].size
+        self._next = self.size = worlds[-1].first + worlds[-1].size
+        self._beyond: dict[tuple[JobWorld, int], int] = {}
         self._worlds = dict(zip(worlds, runs, strict=True))
+        self.has_several_worlds = len(worlds) > 1
         self._waiting = {
             claim.number
             for identity, known in claims.items()
@@ -146,6 +151,19 @@ class _Groups:
                 return world if is_told else None
         return None
 
+    def number(self, world: JobWorld, rank: int) -> int:
+        """Return the number of a rank of a world; of one that the world has no more, as after it
+        was made again with fewer ranks, a number that no process has.
+        """
+        if rank in range(world.size):
+            return world.first + rank
+        if (world, rank) not in self._beyond:
+            self._beyond[world, rank] = self._next
+            name = world.name if self.has_several_worlds else "rank"
+            self.outsiders.append(Outsider(self._next, name, rank, 0))
+            self._next += 1
+        return self._beyond[world, rank]
+
     def channel(self, log: RankLog, channel: Channel, world: JobWorld) -> Channel:
         """Return a channel with numbers in place of ranks."""
         number, made = world.first + log.rank, channel.group.hand_made
@@ -153,8 +171,8 @@ class _Groups:
         if key not in self._channels:
             group = channel.group
             if made is None:
-                ranks = tuple(world.first + rank for rank in group.ranks)
-                whole = tuple(world.first + rank for rank in group.whole)
+                ranks = tuple(self.number(world, rank) for rank in group.ranks)
+                whole = tuple(self.number(world, rank) for rank in group.whole)
                 changed = msgspec.structs.replace(group, ranks=ranks, whole=whole)
             else:
                 identity = identity_of(log, made)
@@ -169,7 +187,7 @@ class _Groups:
         return self._channels[key]
 
 
-def _numbered(log: RankLog, world: JobWorld, groups: _Groups, names: Worlds) -> RankLog:
+def _numbered(log: RankLog, world: JobWorld, groups: _Groups) -> RankLog:
     """Return the log of a process of ``world`` with numbers in place of ranks."""
 
     def numbered(op: Collective) -> Collective:
@@ -182,7 +200,7 @@ def _numbered(log: RankLog, world: JobWorld, groups: _Groups, names: Worlds) -> 
             if rank is None:
                 return None
             if not of_hand:
-                return world.first + rank
+                return groups.number(world, rank)
             return channel.group.ranks[rank] if 0 <= rank < len(channel.group.ranks) else None
 
         args = op.args
@@ -197,10 +215,8 @@ def _numbered(log: RankLog, world: JobWorld, groups: _Groups, names: Worlds) -> 
         setups=[numbered(op) for op in log.setups],
         keys_written=[numbered(op) for op in log.keys_written],
         store_wait=numbered(log.store_wait) if log.store_wait is not None else None,
-        worlds=names,
-        **(_IN_ALL | {"rank": world.first + log.rank, "world_size": names.size})
-        if len(names.worlds) > 1
-        else {},
+        rank=world.first + log.rank,
+        **(_IN_ALL | {"world_size": groups.size} if groups.has_several_worlds else {}),
     )
 
 

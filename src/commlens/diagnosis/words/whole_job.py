@@ -174,7 +174,8 @@ def _elsewhere(job: JobIndex) -> list[str]:
 def _outsiders(worlds: Worlds) -> list[str]:
     by_group: dict[tuple[str, int], list[int]] = {}
     for outsider in worlds.outsiders:
-        by_group.setdefault((outsider.group, outsider.size), []).append(outsider.member)
+        if outsider.size:
+            by_group.setdefault((outsider.group, outsider.size), []).append(outsider.member)
     presumed: dict[str, list[tuple[int, int]]] = {}
     for each in worlds.presumed:
         presumed.setdefault(each.group, []).append((each.number, each.member))

@@ -15,7 +15,7 @@ from judging import judge
 from starting_ranks import call, init, rank
 
 from commlens.diagnosis.select.worlds import join_worlds
-from commlens.model.collective import Collective, HandMade, ProcessGroup
+from commlens.model.collective import Channel, Collective, HandMade, ProcessGroup
 from commlens.model.ranklog import RankLog
 from commlens.model.worlds import JobWorld, Worlds
 from commlens.text import members_text, naming_worlds, rank_phrase, ranks_phrase
@@ -91,6 +91,23 @@ def test_the_roots_of_a_broadcast_agree_across_worlds() -> None:
     logs = join_worlds([recorded(3)[:2], recorded(3)[2:]])
     roots = {op.args.root for log in logs for op in log.collectives if op.op == "broadcast"}
     assert roots == {2}
+
+
+def test_a_rank_that_a_world_has_no_more_is_no_process_of_another_world() -> None:
+    """The trainers were four, and made their group again with two."""
+    logs = recorded(3)
+    op = logs[0].collectives[0]
+    before = Channel(msgspec.structs.replace(op.channel.group, ranks=(0, 1, 2, 3)), "cpu")
+    args = msgspec.structs.replace(op.args, op="send")
+    logs[0].collectives[0] = msgspec.structs.replace(op, channel=before, args=args, peer=3)
+    found = join_worlds([logs[:2], logs[2:]])
+    sent = next(op for log in found for op in log.collectives if op.op == "send")
+    assert sent.peer is not None and sent.peer >= found[0].world_size
+    assert sent.channel.group.ranks[3] == sent.peer
+    with naming_worlds(found[0].worlds):
+        assert rank_phrase(sent.peer) == "trainer 3"
+        assert ranks_phrase(sent.channel.group.ranks) == "trainer 0-1 and trainer 2-3"
+    assert "made by hand" not in str(judge(logs))
 
 
 def test_one_world_alone_blames_no_rank_of_it() -> None:
