@@ -86,9 +86,6 @@ NOT_YET = {
     "integration/test_verify_switches.py": """
         commands/run
     """,
-    "integration/test_worlds.py": """
-        watch/other_worlds
-    """,
     "unit/diagnosis/select/test_worlds.py": """
         model/store_identity model/worlds
     """,

@@ -27,7 +27,6 @@ log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
-_OTHERS_OBSERVED_S: Final = 0.2  # for each world that this one meets, while keys wait
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took
 _PAUSE: Final = 2
@@ -118,12 +117,14 @@ class _Job:
 
     def __init__(self, folder: Path) -> None:
         from commlens.processes.observer import Observer
+        from commlens.watch.other_worlds import OtherWorlds
         from commlens.watch.roster import Roster
 
         self.folder = folder
         self.roster = Roster([folder])
         self.observer = Observer(_OBSERVED_S)
         self.other_nodes = _OtherNodes(folder)
+        self.other_worlds = OtherWorlds()
         self.of_all_nodes: JobStatus | None = None
 
     def read(self) -> JobStatus:
@@ -151,12 +152,12 @@ class _Job:
         )
 
     def _read_logs(self) -> list[RankLog]:
-        from commlens.watch.other_worlds import with_other_worlds
+        from commlens.diagnosis.select.worlds import join_worlds
         from commlens.watch.snapshot import observe, read_logs
 
         seen = observe(self.roster, self.observer, window_s=0.0, wait_s=0.0)
         logs = read_logs(self.roster.current(), seen, newest=_NEWEST)[0]
-        return with_other_worlds(logs, [self.folder], observed_s=_OTHERS_OBSERVED_S)
+        return join_worlds([logs, *self.other_worlds.logs(logs, [self.folder]).values()])
 
 
 def _show(folders: list[Path], interval_s: float) -> None:

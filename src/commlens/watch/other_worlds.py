@@ -5,7 +5,7 @@ default groups of their own, which meet in groups made by hand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,47 +22,71 @@ _ENDED_S: Final = 30.0
 """This job does not wait for one that ended longer ago."""
 
 
-def with_other_worlds(
-    logs: Sequence[RankLog], folders: Sequence[Path], *, observed_s: float = _OBSERVED_S
-) -> list[RankLog]:
+def with_other_worlds(logs: Sequence[RankLog], folders: Sequence[Path]) -> list[RankLog]:
     """Return a job's logs with those of the jobs that share a group made by hand with it, as one
     job.
 
     Args:
         logs: of the watched job.
         folders: of its boxes; the other jobs' folders are beside them.
-        observed_s: for how long to observe the processes of the other jobs.
     """
-    others = logs_of_other_worlds(logs, folders, observed_s=observed_s)
-    return join_worlds([logs, *others.values()])
+    return join_worlds([logs, *logs_of_other_worlds(logs, folders).values()])
 
 
 def logs_of_other_worlds(
-    logs: Sequence[RankLog], folders: Sequence[Path], *, observed_s: float = _OBSERVED_S
+    logs: Sequence[RankLog], folders: Sequence[Path]
 ) -> dict[Path, list[RankLog]]:
     """Return the logs of each job that groups made by hand join with this one, directly or through
     another job, by the job's folder. Without such a group, nothing is read. The arguments are those
     of :func:`with_other_worlds`.
     """
-    if not identities(logs):
-        return {}
-    own = Path()
-    others = {
-        other: _read(other, observed_s=None)
-        for folder in folders
-        if folder.parent.is_dir()
-        for other in folder.parent.iterdir()
-        if other not in folders and other.is_dir() and not is_over(other, _ENDED_S)
-    }
-    joined = joined_runs({own: logs, **others}, own) - {own}
-    return {other: _read(other, observed_s=observed_s) for other in sorted(joined)}
+    with contextlib.closing(OtherWorlds(_OBSERVED_S)) as others:
+        return others.logs(logs, folders)
 
 
-def _read(job: Path, *, observed_s: float | None) -> list[RankLog]:
-    with contextlib.closing(Roster([job])) as roster:
-        observations = {}
-        if observed_s is None:
-            roster.refresh()
-        else:
-            observations = observe(roster, Observer(), window_s=observed_s)
-        return read_logs(roster.current(), observations)[0]
+class OtherWorlds:
+    """The jobs on this node that share a group made by hand with a watched one, look by look.
+
+    Args:
+        observed_s: for how long to observe their processes in each look, and to wait for a stack.
+            If 0, each box is read once a look, and processes are observed from one look to the
+            next.
+    """
+
+    def __init__(self, observed_s: float = 0.0) -> None:
+        self._observed_s = observed_s
+        self._known: dict[Path, tuple[Roster, Observer]] = {}
+
+    def logs(self, logs: Sequence[RankLog], folders: Sequence[Path]) -> dict[Path, list[RankLog]]:
+        """Return the logs of each job that is joined with this one, by the job's folder."""
+        if not identities(logs):
+            return {}
+        own = Path()
+        others = {
+            other: self._read(other)
+            for folder in folders
+            if folder.parent.is_dir()
+            for other in folder.parent.iterdir()
+            if other not in folders and other.is_dir() and not is_over(other, _ENDED_S)
+        }
+        joined = joined_runs({own: logs, **others}, own) - {own}
+        self._forget(self._known.keys() - joined)
+        return {
+            other: self._read(other, self._observed_s) if self._observed_s else others[other]
+            for other in sorted(joined)
+        }
+
+    def close(self) -> None:
+        """Close all boxes."""
+        self._forget({*self._known})
+
+    def _read(self, job: Path, observed_s: float = 0.0) -> list[RankLog]:
+        if job not in self._known:
+            self._known[job] = Roster([job]), Observer()
+        roster, observer = self._known[job]
+        seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
+        return read_logs(roster.current(), seen)[0]
+
+    def _forget(self, jobs: Collection[Path]) -> None:
+        for job in jobs:
+            self._known.pop(job)[0].close()

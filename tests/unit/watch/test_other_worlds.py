@@ -1,0 +1,91 @@
+"""The logs of jobs that share a group made by hand with the watched one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commlens.model.collective import (
+    SETUP,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    HandMade,
+    ProcessGroup,
+    State,
+)
+from commlens.model.ranklog import RankLog
+from commlens.watch import other_worlds
+from commlens.watch.other_worlds import OtherWorlds, logs_of_other_worlds
+
+
+def member(rank: int, job: str, store: str) -> RankLog:
+    group = ProcessGroup("", (), hand_made=HandMade(rank, 2, store))
+    args = CollectiveArgs("new_group", "new_group")
+    made = Collective(0, Channel(group, SETUP), 1, args, State.COMPLETED, 1, 1)
+    return RankLog(rank, 1, job, "n03", 1000 + rank, rank, setups=[made])
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str, Any]]:
+    """Two jobs beside the watched one, of which one meets it; returns what is done to them."""
+    stores = {"rollout": "localhost:1/weights", "else": "localhost:2/weights"}
+    done: list[tuple[str, str, Any]] = []
+
+    class FakeRoster:
+        def __init__(self, folders: list[Path]) -> None:
+            self.job = folders[0].name
+
+        def current(self) -> str:
+            return self.job
+
+        def close(self) -> None:
+            done.append(("close", self.job, 0.0))
+
+    def observe(roster: FakeRoster, _: object, *, window_s: float, wait_s: float) -> dict[int, Any]:
+        done.append(("observe", roster.job, (window_s, wait_s)))
+        return {}
+
+    def read_logs(job: str, _: object) -> tuple[list[RankLog], list[str]]:
+        done.append(("read", job, 0.0))
+        return [member(1, job, stores[job])], []
+
+    for job in ("trainer", *stores):
+        (tmp_path / job).mkdir()
+    fakes = SimpleNamespace(Roster=FakeRoster, observe=observe, read_logs=read_logs)
+    for name, fake in vars(fakes).items():
+        monkeypatch.setattr(other_worlds, name, fake)
+    monkeypatch.setattr(other_worlds, "is_over", lambda *_: False)
+    return done
+
+
+def test_each_box_is_read_once_a_look(looks: list[tuple[str, str, Any]], tmp_path: Path) -> None:
+    others, own = OtherWorlds(), [member(0, "trainer", "localhost:1/weights")]
+    for _ in range(2):
+        assert [*others.logs(own, [tmp_path / "trainer"])] == [tmp_path / "rollout"]
+        assert [job for what, job, _ in looks if what == "read"].count("rollout") == 1
+        assert {waits for what, _, waits in looks if what == "observe"} == {(0.0, 0.0)}
+        assert [job for what, job, _ in looks if what == "close"] == ["else"]
+        looks.clear()
+    others.close()
+    assert looks == [("close", "rollout", 0.0)]
+
+
+def test_a_single_look_waits_for_a_stack_only_while_it_observes(
+    looks: list[tuple[str, str, Any]], tmp_path: Path
+) -> None:
+    own = [member(0, "trainer", "localhost:1/weights")]
+    assert [*logs_of_other_worlds(own, [tmp_path / "trainer"])] == [tmp_path / "rollout"]
+    waits = [seen for what, _, seen in looks if what == "observe"]
+    assert max(waits) == (0.5, 0.5)
+    assert [job for what, job, _ in looks if what == "close"] == ["else", "rollout"]
+
+
+def test_a_job_without_such_groups_reads_nothing(
+    looks: list[tuple[str, str, Any]], tmp_path: Path
+) -> None:
+    assert OtherWorlds().logs([RankLog(0, 1)], [tmp_path / "trainer"]) == {}
+    assert looks == []
