@@ -283,8 +283,8 @@ class CompletionTracker:
             self.in_flight.pop(work, None)
         self._after_wait(token, error)
 
-    def handled(self, work: Any) -> None:
-        """Note that a program asked for the state or the future of a Work: it needs no wait."""
+    def used_without_wait(self, work: Any) -> None:
+        """Note that the program asked for the state or the future of a Work: it need not wait."""
         self.unwaited.open.pop(id(work), None)
 
     def unwaited_works(self) -> Counter[int]:

@@ -279,8 +279,8 @@ class NativeRecorder(Recorder):
         self.engine.verify_wait(token)
         return None, token
 
-    def handled(self, work: Any) -> None:
-        """Note that a program asked for the state or the future of a Work."""
+    def used_without_wait(self, work: Any) -> None:
+        """Note that the program asked for the state or the future of a Work."""
         self.engine.handled(work)
 
     def unwaited_works(self) -> Counter[int]:

@@ -389,8 +389,8 @@ class SequenceRecorder(tap.Subscriber):
             ThreadWait(index, threading.get_native_id(), self.stack_of_frame(sys._getframe(2)))
         )
 
-    def handled(self, work: Any) -> None:
-        """The program asks for the state of a Work: it need not wait for it."""
+    def used_without_wait(self, work: Any) -> None:
+        """Note that the program asked for the state of a Work: it need not wait."""
         self._unwaited.pop(self._index_of(work), None)
 
     def _index_of(self, work: Any) -> int:
@@ -406,7 +406,7 @@ class SequenceRecorder(tap.Subscriber):
         return True  # the fake backend's Works never say so
 
     def _take_future(self, original: Any, work: Any) -> Any:
-        self.handled(work)
+        self.used_without_wait(work)
         if index := self._index_of(work):
             self._futures.append(index)
         return original(work)

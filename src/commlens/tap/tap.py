@@ -116,8 +116,10 @@ class WaitSubscriber(Subscriber):
     def issue_ended(self, work: Any) -> None:
         """Called after the issue, with the Work; with None if there is none."""
 
-    def handled(self, work: Any) -> None:
-        """Called when a program takes the future of a Work, or polls it and finds it complete."""
+    def used_without_wait(self, work: Any) -> None:
+        """Called when a program takes the future of a Work, or finds by polling that it is
+        complete.
+        """
 
     def coalescing_starts(self) -> None:
         """Called after ``ProcessGroup._start_coalescing``."""

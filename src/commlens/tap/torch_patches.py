@@ -436,11 +436,11 @@ def _noting_use(original: Any) -> Any:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is not None:
-            _recorder.handled(self)
+            _recorder.used_without_wait(self)
         result = original(self, *args, **kwargs)
         if result or not polls:
             for listener in _work_listeners:
-                listener.handled(self)
+                listener.used_without_wait(self)
         return result
 
     return method

@@ -65,12 +65,11 @@ class OpsWatch(EagerMode):
 
     __torch_dispatch__ = _dispatch
 
-    def settle(self, wanted: bool) -> bool:
-        """Put the mode onto this thread's stack, or take it from there. Return whether that could
-        be done.
+    def switch(self, wanted: bool) -> bool:
+        """Put the mode onto this thread's stack, or take it off, as wanted. Return whether it is so
+        now: nothing changes while the mode runs an op, because torch restores the stack afterwards.
 
-        While the mode runs an op it cannot, since torch puts it back afterwards. A backward pass
-        takes away what was put there inside it.
+        torch also restores the stack at the end of a backward pass.
         """
         if self.here.running:
             return False

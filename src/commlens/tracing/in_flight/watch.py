@@ -1,17 +1,16 @@
 """Watches the buffers of asynchronous collectives from the issue to the wait.
 
-An op that writes to a buffer that the collective reads, or that reads or writes a buffer that the
-collective writes, comes before or after the collective by chance. So does another collective with
-the same buffer. An op may read a buffer that the collective only reads.
+While a collective is in flight, an op or another collective may only read the buffers that it only
+reads. Any other access is a race: it happens before or after the collective by chance.
 
-Only calls that the program makes itself are watched. torch's own parts (DDP, FSDP, DTensor,
-pipelining) order their ops by other means than waits. On a CUDA device, only ops on the default
-stream are looked at. A buffer is watched until a thread waits for the collective, polls it and
-finds it complete, takes its future, meets the others in a barrier, or synchronizes the device.
+Only calls that the program makes itself are watched: torch's own parts (DDP, FSDP, DTensor,
+pipelining) order their ops without waits. On a CUDA device, only ops on the default stream are
+checked. The watch of a buffer ends when a thread waits for the collective, finds by polling that it
+is complete, takes its future, calls a barrier, or synchronizes the device.
 
-The watch is awake only while Works of the program are in flight: then collectives and waits pass
-through Python, and a dispatch mode makes every tensor op of the issuing thread several times
-slower.
+The watch is awake only while Works of the program are in flight, because it is expensive: all
+collectives and waits then pass through Python, and a dispatch mode makes every tensor op of the
+issuing thread several times slower.
 
 Tried on torch 2.13.0.
 """
@@ -55,19 +54,19 @@ T = TypeVar("T")
 _DEVICES: Final = frozenset({"cpu", "cuda"})
 _FLIGHTS_MAX: Final = 1024
 _OPS_MAX: Final = 20_000  # after which a collective is no longer watched
-_LOOK_AFTER: Final = 1_000  # ops
-_FOUND_MAX: Final = 256
+_CLEAN_UP_EVERY: Final = 1_000  # ops
+_USES_MAX: Final = 256
 _WAIT: Final = "wait_tensor"
 
-_lock = threading.RLock()  # of falling asleep and of what is in flight
+_lock = threading.RLock()  # held to change the flights, and to fall asleep
 
 
-def _forked() -> None:
+def _replace_lock() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread of the parent may have had it
+    _lock = threading.RLock()  # another thread of the parent may have held it
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_replace_lock)
 
 
 class Flight:
@@ -77,8 +76,8 @@ class Flight:
         self.op = op
         self.stack = stack
         self.channel = channel
-        self.began = began  # number of the op before it
-        self.work = 0  # id
+        self.began = began  # the number of tensor ops seen before it
+        self.work = 0  # id of its Work; 0: it has none
         self.buffers: list[Buffer] = []
         self.is_functional = is_functional(stack)
 
@@ -90,12 +89,12 @@ class Buffer:
     flight: Flight
     memory: Memory
     written: bool  # by the collective
-    described: str  # "float32[4,8]"
+    description: str  # "float32[4,8]"
 
 
 @dataclass(frozen=True)
 class BufferUse:
-    """An op that touched a buffer of a collective in flight."""
+    """A race: an op or another collective used a buffer of a collective in flight."""
 
     what: Literal["touched-in-flight", "shared-in-flight"]
     issued: RawStack
@@ -114,8 +113,8 @@ class BufferWatch(tap.WaitSubscriber):
 
         Args:
             preview: whether the process plays one rank of a fake world. Its tensors may be fake,
-                and ops are seen all the time, not only from the issue of a Work to its wait.
-            backend: in a preview, the backend whose rules hold; empty: the one that the program
+                and the watch is always awake.
+            backend: in a preview, the backend whose rules hold; empty: the backend that the program
                 asks for.
         """
         self.sees_fake_tensors = preview
@@ -124,14 +123,16 @@ class BufferWatch(tap.WaitSubscriber):
         self._backend = backend
         self._mode = OpsWatch(self._before_op)
         self._groups = Groups()
-        self._buffers: dict[int, list[Buffer]] = {}  # in flight, by storage
+        # a call passes these in turn; by thread, until its Work is known
+        self._issuing_stacks: dict[int, RawStack] = {}  # it has begun
+        self._without_work: dict[int, Flight] = {}  # the backend has accepted it
+        self._coalescing: dict[int, list[Flight]] = {}  # its Work comes at the end of a group
+        # then it is in flight
         self._flights: dict[Flight, None] = {}  # in order of issue
         # by id of the Work's one Python object, which is not kept alive
-        self._works: dict[int, tuple[weakref.ref[Any], Flight]] = {}
-        self._issuing: dict[int, RawStack] = {}  # by thread: the call that it is making
-        self._issued: dict[int, Flight] = {}  # by thread: issued, but its Work is not known yet
-        self._coalesced: dict[int, list[Flight]] = {}  # by thread
-        self._ops = 0
+        self._flights_by_work: dict[int, tuple[weakref.ref[Any], Flight]] = {}
+        self._buffers_by_storage: dict[int, list[Buffer]] = {}
+        self._op_count = 0
         self._patches = Patches()
         self._awake = False
         self._failed = False
@@ -147,20 +148,20 @@ class BufferWatch(tap.WaitSubscriber):
         ):
             self._patches.wrap(owner, name, self._synchronized)
         if self._preview:
-            # those of a fake GPU do not come to the functions above
+            # torch calls none of the functions above for a fake GPU
             for module in (torch.cuda, getattr(torch, "accelerator", torch.cuda)):
                 self._patches.wrap(module, "synchronize", self._synchronized)
             self._patches.replace_aliases()
             self._wake()
-            self._mode.settle(True)
+            self._mode.switch(True)
 
     def stop(self) -> None:
-        """Stop watching. What was found remains."""
+        """Stop watching. The races found so far remain."""
         self._patches.restore()
         torch_patches.remove_work_listener(self)
         with _lock:
             self._sleep()
-        self._mode.settle(False)
+        self._mode.switch(False)
 
     def issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
         """Wake up if the program itself is about to get a Work."""
@@ -170,22 +171,22 @@ class BufferWatch(tap.WaitSubscriber):
     def _issue_begins(self, frame: FrameType, asynchronous: bool | None) -> None:
         stack = issue_stack(frame, asynchronous)
         if stack is not None:
-            self._issuing[threading.get_ident()] = stack
+            self._issuing_stacks[threading.get_ident()] = stack
             with _lock:
                 self._wake()
 
     def issue_ended(self, work: Any) -> None:
         """Watch the collective until a thread waits for this Work."""
-        if self._issuing or self._issued:
+        if self._issuing_stacks or self._without_work:
             self._safely(self._issue_ended, work)
 
     def _issue_ended(self, work: Any) -> None:
         thread = threading.get_ident()
-        self._issuing.pop(thread, None)
-        flight = self._issued.pop(thread, None)
+        self._issuing_stacks.pop(thread, None)
+        flight = self._without_work.pop(thread, None)
         if flight is None:
             return
-        group = self._coalesced.get(thread)
+        group = self._coalescing.get(thread)
         if group is not None:
             group.append(flight)
         elif work is not None and torch_patches.sees_waits_for(work):
@@ -202,27 +203,27 @@ class BufferWatch(tap.WaitSubscriber):
             self._awake = False
             torch_patches.remove_tracer(self)
             tap.detach(self)
-        for of_all in (self._flights, self._buffers, self._works):
-            of_all.clear()
+        for in_flight in (self._flights, self._buffers_by_storage, self._flights_by_work):
+            in_flight.clear()
 
     def hazards(self) -> list[Hazard]:
-        """Return what was found."""
+        """Return the races found, each with the number of times it was seen."""
         return [
             Hazard(
-                found.what,
+                use.what,
                 times,
-                stack_of(found.issued),
-                touch=Touch(
-                    found.op, found.access, found.operand, found.tensor, stack_of(found.touched)
-                ),
+                stack_of(use.issued),
+                touch=Touch(use.op, use.access, use.operand, use.tensor, stack_of(use.touched)),
             )
-            for found, times in list(self.found.items())
+            for use, times in list(self.found.items())
         ]
 
     # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Flight | None:
-        """Look whether a collective touches what is in flight. Return it if it is to be watched."""
+        """Check whether a collective touches a buffer in flight. Return the collective if it must
+        be watched itself.
+        """
         return self._safely(self._begin, spec, arguments, sys._getframe(1).f_back)
 
     def _begin(
@@ -235,9 +236,9 @@ class BufferWatch(tap.WaitSubscriber):
         thread = threading.get_ident()
         op = wire_op(spec.name)
         if op in BARRIERS:
-            self._waited(list(self._flights))
+            self._stop_watching(list(self._flights))
             return None
-        stack = self._issuing.pop(thread, None) or _functional_stack(frame)
+        stack = self._issuing_stacks.pop(thread, None) or _functional_stack(frame)
         if stack is None and not self._flights:
             return None
         group = tap.unbox_group(arguments[spec.process_group])
@@ -251,10 +252,10 @@ class BufferWatch(tap.WaitSubscriber):
         if self._preview:
             channel.runs_ahead = (self._backend or c10d.get_backend(group)) != "gloo"
         if self._flights:
-            self._look(operands, op, frame, channel)
+            self._check_operands(operands, op, frame, channel)
         if stack is None:
             return None
-        flight = Flight(op, stack, channel, self._ops)
+        flight = Flight(op, stack, channel, self._op_count)
         flight.buffers = list(_buffers(flight, operands))
         return flight
 
@@ -265,7 +266,7 @@ class BufferWatch(tap.WaitSubscriber):
         if flight.is_functional:
             self._safely(self._watch, flight, None)
         else:
-            self._issued[threading.get_ident()] = flight
+            self._without_work[threading.get_ident()] = flight
 
     def _watch(self, flight: Flight, work: Any) -> None:
         with _lock:
@@ -273,49 +274,50 @@ class BufferWatch(tap.WaitSubscriber):
             self._flights[flight] = None
             if work is not None:
                 flight.work = id(work)
-                self._works[flight.work] = weakref.ref(work), flight
+                self._flights_by_work[flight.work] = weakref.ref(work), flight
             for buffer in flight.buffers:
-                self._buffers.setdefault(buffer.memory.key, []).append(buffer)
+                self._buffers_by_storage.setdefault(buffer.memory.key, []).append(buffer)
             if len(self._flights) > _FLIGHTS_MAX:
-                self._end(next(iter(self._flights)))
-            self._settle()
+                self._remove(next(iter(self._flights)))
+            self._switch_mode()
 
     # --- waits
 
     def wait_begins(self, work: Any) -> list[Flight] | None:
         """Return the collectives for which ``work.wait()`` waits."""
-        flight = self._of_work(work)
+        flight = self._flight_of(work)
         if flight is not None:
             return [flight]
         if self._mode.here.is_on:
-            self._safely(self._settle)  # what was in flight may have ended inside an op
+            # the last flight may have ended inside an op, where the mode could not be taken off
+            self._safely(self._switch_mode)
         return None
 
     def tensor_wait_begins(self, tensor: Any) -> list[Flight] | None:
         """Return the collectives for which ``wait_tensor(tensor)`` waits."""
-        return self._writing(tensor) or None
+        return self._flights_that_write(tensor) or None
 
     def wait_ended(self, flights: list[Flight], error: BaseException | None) -> None:
-        """Stop watching collectives, for which a thread has waited."""
-        self._safely(self._waited, flights)
+        """Stop watching the collectives for which a thread has waited."""
+        self._safely(self._stop_watching, flights)
 
-    def handled(self, work: Any) -> None:
-        """Stop watching a collective that was found complete, or whose future was taken."""
-        flight = self._of_work(work) if self._works else None
+    def used_without_wait(self, work: Any) -> None:
+        """Stop watching a collective whose Work was found complete, or whose future was taken."""
+        flight = self._flight_of(work) if self._flights_by_work else None
         if flight is not None:
-            self._safely(self._waited, [flight])
+            self._safely(self._stop_watching, [flight])
 
-    def _of_work(self, work: Any) -> Flight | None:
-        held = self._works.get(id(work))
+    def _flight_of(self, work: Any) -> Flight | None:
+        held = self._flights_by_work.get(id(work))
         return held[1] if held is not None and held[0]() is work else None
 
     def coalescing_starts(self) -> None:
-        """Note that the calls of this thread get their Work at the end of a group."""
-        self._coalesced[threading.get_ident()] = []
+        """Note that this thread's calls share one Work, which comes at the end of the group."""
+        self._coalescing[threading.get_ident()] = []
 
     def coalescing_ended(self, work: Any) -> None:
         """Watch the collectives of a group until a thread waits for its Work."""
-        flights = self._coalesced.pop(threading.get_ident(), None)
+        flights = self._coalescing.pop(threading.get_ident(), None)
         if flights and work is not None and not self._failed:
             first = flights[0]
             first.buffers = list(itertools.chain(*(flight.buffers for flight in flights)))
@@ -324,9 +326,9 @@ class BufferWatch(tap.WaitSubscriber):
             self._safely(self._watch, first, work)
 
     def backward_ended(self) -> None:
-        """Put the mode back, which a backward pass takes away."""
+        """Put the mode back onto the stack, which torch restores after a backward pass."""
         if self._flights:
-            self._safely(self._settle)
+            self._safely(self._switch_mode)
 
     def _synchronized(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -336,48 +338,54 @@ class BufferWatch(tap.WaitSubscriber):
 
     def _device_synchronized(self) -> None:
         with _lock:
-            self._waited([each for each in self._flights if each.channel.runs_ahead])
+            self._stop_watching([each for each in self._flights if each.channel.runs_ahead])
 
-    def _writing(self, tensor: Any) -> list[Flight]:
-        key = storage_key(tensor) if self._buffers else None
-        buffers = self._buffers.get(key, ()) if key is not None else ()
+    def _flights_that_write(self, tensor: Any) -> list[Flight]:
+        key = storage_key(tensor) if self._buffers_by_storage else None
+        buffers = self._buffers_by_storage.get(key, ()) if key is not None else ()
         return [buffer.flight for buffer in list(buffers) if buffer.written]
 
-    def _waited(self, flights: Iterable[Flight]) -> None:
-        """Stop watching collectives, and those before them if a device runs them in order."""
+    def _stop_watching(self, flights: Iterable[Flight]) -> None:
+        """Stop watching collectives, and those before them on a channel that a device runs in
+        order.
+        """
         with _lock:
             for flight in flights:
                 if flight.channel.runs_ahead and flight in self._flights:
                     in_order = [each for each in self._flights if each.channel is flight.channel]
                     for earlier in in_order[: in_order.index(flight)]:
-                        self._end(earlier)
-                self._end(flight)
-            self._settle()
+                        self._remove(earlier)
+                self._remove(flight)
+            self._switch_mode()
 
-    def _end(self, flight: Flight) -> None:
+    def _remove(self, flight: Flight) -> None:
         if flight not in self._flights:
             return
         self._flights.pop(flight, None)
-        self._works.pop(flight.work, None)
+        self._flights_by_work.pop(flight.work, None)
         for buffer in flight.buffers:
             buffers = [
-                other for other in self._buffers.get(buffer.memory.key, ()) if other is not buffer
+                other
+                for other in self._buffers_by_storage.get(buffer.memory.key, ())
+                if other is not buffer
             ]
             if buffers:
-                self._buffers[buffer.memory.key] = buffers
+                self._buffers_by_storage[buffer.memory.key] = buffers
             else:
-                self._buffers.pop(buffer.memory.key, None)
+                self._buffers_by_storage.pop(buffer.memory.key, None)
 
-    def _settle(self) -> None:
-        """Show ops to this thread, and stay awake, only while Works are in flight. The output of a
-        functional collective waits by itself, inside an op, where the mode cannot be taken away.
+    def _switch_mode(self) -> None:
+        """Switch the mode on in this thread while a Work is in flight, else off, and fall asleep.
+
+        A functional collective does not count: its output waits by itself, inside an op, where the
+        mode could not be switched off.
         """
         if self._preview:
             return
         with _lock:
             wanted = not all(flight.is_functional for flight in self._flights)
-            settled = self._mode.settle(wanted)
-            if settled and not wanted and not self._coalesced:
+            switched = self._mode.switch(wanted)
+            if switched and not wanted and not self._coalescing:
                 self._sleep()
 
     # --- ops
@@ -386,66 +394,71 @@ class BufferWatch(tap.WaitSubscriber):
         if not self._flights:
             return
         try:
-            self._ops += 1
-            if self._ops % _LOOK_AFTER == 0:
+            self._op_count += 1
+            if self._op_count % _CLEAN_UP_EVERY == 0:
                 with _lock:
                     for flight in list(self._flights):
                         is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
-                        if is_freed or self._ops - flight.began > _OPS_MAX:
-                            self._end(flight)
+                        if is_freed or self._op_count - flight.began > _OPS_MAX:
+                            self._remove(flight)
             if access.arguments:
-                self._look(access.accesses(args, kwargs), access.op, sys._getframe(1), None)
+                self._check_operands(
+                    access.accesses(args, kwargs), access.op, sys._getframe(1), None
+                )
             elif access.op.__name__.startswith(_WAIT) and args:
-                self._waited(self._writing(args[0]))
+                self._stop_watching(self._flights_that_write(args[0]))
         except Exception as error:
             self._fail(error)
 
-    def _look(self, operands: Any, op: Any, frame: FrameType | None, channel: Any) -> None:
-        """Compare what an op reads and writes with the buffers in flight.
+    def _check_operands(
+        self, operands: Any, op: Any, frame: FrameType | None, channel: Any
+    ) -> None:
+        """Count the operands of an op or a collective that touch a buffer in flight.
 
         Args:
-            operands: of the op.
+            operands: the tensors that it reads or writes.
             op: its name.
             frame: of the caller, or further inside.
-            channel: of a collective.
+            channel: the collective's; None for an op.
         """
         for operand in operands:
             key = storage_key(operand.tensor)
-            buffers = self._buffers.get(key) if key is not None else None
+            buffers = self._buffers_by_storage.get(key) if key is not None else None
             if not buffers:
                 continue
-            hit = self._hit(operand, buffers, channel)
-            stack = touch_stack(frame) if hit is not None else None
-            if hit is None or stack is None or len(self.found) >= _FOUND_MAX:
-                continue
-            self.found[
-                BufferUse(
+            buffer = self._buffer_in_conflict(operand, buffers, channel)
+            stack = touch_stack(frame) if buffer is not None else None
+            if buffer is not None and stack is not None and len(self.found) < _USES_MAX:
+                use = BufferUse(
                     "touched-in-flight" if channel is None else "shared-in-flight",
-                    hit.flight.stack,
+                    buffer.flight.stack,
                     stack,
                     str(op),
                     "written" if operand.written else "read",
-                    "output" if hit.written else "input",
-                    hit.described,
+                    "output" if buffer.written else "input",
+                    buffer.description,
                 )
-            ] += 1
+                self.found[use] += 1
 
-    def _hit(self, operand: Operand, buffers: list[Buffer], channel: Any) -> Buffer | None:
-        """Return the buffer that an access may not touch now; None if it is legal.
+    def _buffer_in_conflict(
+        self, operand: Operand, buffers: list[Buffer], channel: Any
+    ) -> Buffer | None:
+        """Return the buffer with which an access conflicts; None if the access is legal.
 
         Args:
             operand: the tensor that is accessed.
-            buffers: those in flight in its storage.
-            channel: of a collective that accesses it; a device runs those of one channel in order.
+            buffers: the buffers in flight in its storage.
+            channel: of the collective that accesses it; None: an op does.
         """
         if not operand.written and not any(buffer.written for buffer in buffers):
             return None
         memory = memory_of(operand.tensor)
         if memory is None or self._is_on_another_stream(operand.tensor.device):
             return None
-        ordered = channel if channel is not None and channel.runs_ahead else None
-        touchable = [buffer for buffer in buffers if buffer.flight.channel is not ordered]
-        return _conflict(memory, operand.written, buffers, touchable)
+        # a device runs the collectives of one channel in order, so these do not race
+        in_order = channel if channel is not None and channel.runs_ahead else None
+        racing = [buffer for buffer in buffers if buffer.flight.channel is not in_order]
+        return _first_in_conflict(memory, operand.written, buffers, racing)
 
     def _is_on_another_stream(self, device: Any) -> bool:
         """Return whether ops on a device run beside its default stream."""
@@ -470,20 +483,26 @@ class BufferWatch(tap.WaitSubscriber):
                 error,
             )
         self._flights.clear()
-        self._buffers.clear()
+        self._buffers_by_storage.clear()
 
 
-def _conflict(
-    memory: Memory, writes: bool, buffers: list[Buffer], touchable: list[Buffer]
+def _first_in_conflict(
+    memory: Memory, writes: bool, buffers: list[Buffer], racing: list[Buffer]
 ) -> Buffer | None:
-    """Return the first ``touchable`` buffer that shares bytes with the memory, if the op or the
-    collective writes them.
+    """Return the first racing buffer that shares bytes with an accessed memory, if the access or
+    the buffer's collective writes them.
+
+    Args:
+        memory: the accessed memory.
+        writes: whether the access writes it.
+        buffers: all buffers in flight in its storage.
+        racing: those whose collectives are not ordered with the access.
     """
-    # A collective may read a slice of its own output: that slice is what the peers get.
-    read = [buffer for buffer in buffers if not buffer.written]
-    inputs = {buffer.flight for buffer in read if buffer.memory.contains(memory)}
-    for buffer in touchable:
-        written = writes or (buffer.written and buffer.flight not in inputs)
+    # If a collective's input is a slice of its own output, that slice keeps its content.
+    inputs = [buffer for buffer in buffers if not buffer.written]
+    keep_content = {buffer.flight for buffer in inputs if buffer.memory.contains(memory)}
+    for buffer in racing:
+        written = writes or (buffer.written and buffer.flight not in keep_content)
         if written and buffer.memory.shares_bytes_with(memory):
             return buffer
     return None
@@ -494,8 +513,8 @@ def _buffers(flight: Flight, operands: Iterable[Operand]) -> Iterator[Buffer]:
         memory = memory_of(operand.tensor)
         if memory is not None:
             shape = ",".join(map(str, operand.tensor.shape))
-            described = f"{str(operand.tensor.dtype).removeprefix('torch.')}[{shape}]"
-            yield Buffer(flight, memory, operand.written, described)
+            description = f"{str(operand.tensor.dtype).removeprefix('torch.')}[{shape}]"
+            yield Buffer(flight, memory, operand.written, description)
 
 
 def _functional_stack(frame: FrameType | None) -> RawStack | None:

@@ -37,18 +37,18 @@ def seen() -> list[str]:
 def mode(seen: list[str]) -> Iterator[OpsWatch]:
     made = OpsWatch(lambda access, args, kwargs: seen.append(str(access.op)))
     yield made
-    made.settle(False)
+    made.switch(False)
 
 
 def test_the_modes_of_the_program_keep_their_order(mode: OpsWatch, seen: list[str]) -> None:
     tensor = torch.ones(1)
     with Passing("outer", seen) as outer:
         with Passing("inner", seen) as inner:
-            assert mode.settle(True) and mode.settle(True)
+            assert mode.switch(True) and mode.switch(True)
             assert _get_current_dispatch_mode_stack() == [mode, outer, inner]
             tensor.neg()
         assert _get_current_dispatch_mode_stack() == [mode, outer]
-        assert mode.settle(False)
+        assert mode.switch(False)
         assert _get_current_dispatch_mode_stack() == [outer]
     assert _get_current_dispatch_mode_stack() == []
     assert seen == ["inner", "outer", "aten.neg.default"]
@@ -56,18 +56,18 @@ def test_the_modes_of_the_program_keep_their_order(mode: OpsWatch, seen: list[st
 
 def test_it_stays_above_fake_tensors(mode: OpsWatch, seen: list[str]) -> None:
     with FakeTensorMode() as fake:
-        mode.settle(True)
+        mode.switch(True)
         assert _get_current_dispatch_mode_stack() == [fake, mode]
         assert torch.ones(3).neg().shape == (3,)
-        mode.settle(False)
+        mode.switch(False)
         assert _get_current_dispatch_mode_stack() == [fake]
     assert seen == ["aten.ones.default", "aten.neg.default"]
 
 
 def test_inside_an_op_it_stays(mode: OpsWatch) -> None:
     settled = []
-    mode.before_op = lambda *_: settled.append(mode.settle(False))
-    mode.settle(True)
+    mode.before_op = lambda *_: settled.append(mode.switch(False))
+    mode.switch(True)
     torch.ones(1)
     assert settled == [False]
     assert _get_current_dispatch_mode_stack() == [mode]
@@ -75,6 +75,6 @@ def test_inside_an_op_it_stays(mode: OpsWatch) -> None:
 
 def test_a_backward_pass_takes_it_away(mode: OpsWatch) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.register_hook(lambda _: mode.settle(True) and None)
+    parameter.register_hook(lambda _: mode.switch(True) and None)
     parameter.sum().backward()
     assert _get_current_dispatch_mode_stack() == []
