@@ -1,4 +1,6 @@
-"""Take Python stacks: of a collective, interned, and of all threads, for the watchdog thread."""
+"""Take the Python stack of a collective, each different one once, and those of all threads for the
+watchdog.
+"""
 
 from __future__ import annotations
 
@@ -26,49 +28,53 @@ Walked = list[tuple[CodeType, int | None, int]]
 class StackTable:
     """The stacks seen so far, and their positions in the side table.
 
-    The key of a stack is its code objects and instruction offsets. In a thread that Python did not
-    make, the number of the stack that called ``backward()`` comes before them. The table keeps the
-    code objects, since an id is valid only while its object lives. Symbols (file, line) are looked
-    up once, when a stack is new.
+    The key of a stack is the id and the instruction offset of each code object. In autograd's own
+    threads, the number of the stack that called ``backward()`` comes first. Files and lines are
+    looked up once, when a stack is new.
     """
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        # by key: the position, the code objects (an id is valid only while its object lives), and
+        # the frames
         self._known: dict[tuple[int, ...], tuple[int, list[CodeType], list[list[Any]]]] = {}
 
     def position(self, frame: FrameType | None) -> int:
-        """Return the position of the stack whose innermost frame is ``frame``, joined with that of
-        the thread that called ``backward()``, if autograd made the calling thread; 0 without any
-        frame.
+        """Return the position of the calling thread's stack. In autograd's own threads, the stack
+        that called ``backward()`` is joined to it.
+
+        Args:
+            frame: the innermost frame; None in a C++ thread. The position is 0 if there is no
+                frame at all.
         """
         walk: FrameType | None = frame
-        key: list[int] = []
-        add = key.append
+        parts: list[int] = []
+        add = parts.append
         while walk is not None:
             add(id(walk.f_code))
             add(walk.f_lasti)
             walk = walk.f_back
-        packed, caller = tuple(key), 0
-        known = self._known.get(packed)
+        key, caller = tuple(parts), 0
+        known = self._known.get(key)
         if known is None and not _this_thread.made_by_python:
             caller = backward_caller.number()
-            packed = (caller, *packed)
-            known = self._known.get(packed)
+            key = (caller, *key)
+            known = self._known.get(key)
         if frame is None and not caller:
             return 0
-        if known is not None and known[0] > self._writer.side_floor:
+        if known is not None and known[0] > self._writer.side_floor:  # not overwritten yet
             return known[0]
-        return self._add(packed, frame, caller, known)
+        return self._write(key, frame, caller, known)
 
     def native_position(self, frame: FrameType | None = None) -> int:
-        """Return the position of the current stack with its C++ frames, which are not interned;
-        ``frame`` is not needed.
+        """Return the position of the calling thread's stack with its C++ frames. It is written each
+        time anew, and ``frame`` is ignored.
         """
         frames = native_frames() + backward_caller.frames(backward_caller.number())
         position: int = self._writer.add_blob({"k": "stack", "f": frames})
         return position
 
-    def _add(
+    def _write(
         self,
         key: tuple[int, ...],
         frame: FrameType | None,
@@ -109,7 +115,7 @@ def frames_of(frame: FrameType | None, caller: int = 0) -> list[list[Any]]:
 
     Args:
         frame: the innermost frame; None in a C++ thread.
-        caller: the number of the stack that called ``backward()``, which follows; 0: none does.
+        caller: the number of the stack that called ``backward()``, to be joined; 0: none.
     """
     frames: list[list[Any]] = []
     while frame is not None:
@@ -119,8 +125,8 @@ def frames_of(frame: FrameType | None, caller: int = 0) -> list[list[Any]]:
 
 
 def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of all other threads but those of commlens, the main thread first, and a
-    hash that changes when the main thread moves.
+    """Return the stacks of the program's threads, the main thread first, and a hash that changes
+    when the main thread moves. The calling thread and those of commlens are left out.
 
     If the main thread runs only library code, as in Ray's workers, the hash also covers the stack
     of the thread that issues collectives.
@@ -162,19 +168,18 @@ def _threads_of_the_program() -> Iterator[tuple[threading.Thread | None, int, Wa
     for ident in threads_with_frames():
         thread = known.get(ident)
         is_ours = thread is not None and thread.name.startswith(_OWN_THREADS)
-        walked = [] if is_ours or ident == threading.get_ident() else frames_of_thread(ident)
-        # A thread without frames has ended, or is left out.
-        if walked:
+        is_left_out = is_ours or ident == threading.get_ident()
+        if not is_left_out and (walked := frames_of_thread(ident)):  # empty: the thread has ended
             yield thread, ident, walked
 
 
 def _is_locked_out() -> bool:
-    """Return whether the main thread, the only one that runs Python, waits for a lock that no
-    handler of a signal can release.
+    """Return whether the main thread waits for a lock that no signal handler can release. It must
+    be the only thread that runs Python, so that no other thread can release the lock.
     """
-    known = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+    not_the_programs = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
     handlers = map(signal.getsignal, signal.valid_signals())
-    return all(handler in known for handler in handlers) and waits_for_lock(
+    return all(handler in not_the_programs for handler in handlers) and waits_for_lock(
         threading.main_thread().ident or 0
     )
 
