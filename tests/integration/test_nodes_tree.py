@@ -63,7 +63,7 @@ from commlens.watch.nodes.store_client import StoreClient
 
 client = StoreClient(sys.argv[1], int(sys.argv[2]), answer_s=20.0)
 beats = map(decoded, client.get([key("node", slot) for slot in range(int(sys.argv[3]))]))
-assert client.existing([key("look-states", 0)])
+assert client.existing_keys([key("look-states", 0)])
 print("slots", *(f"{beat.slot}={min(beat.ranks)}" for beat in beats), "of the tree", flush=True)
 """
 
@@ -75,7 +75,7 @@ from commlens.watch.nodes.store_client import StoreClient
 address, port, pids = sys.argv[1], int(sys.argv[2]), dict(pair.split("=") for pair in sys.argv[3:])
 client = StoreClient(address, port, answer_s=20.0)
 while True:
-    keys = client.existing([key("node", slot) for slot in range(8)])
+    keys = client.existing_keys([key("node", slot) for slot in range(8)])
     beats = [beat for beat in map(decoded, client.get(keys)) if beat is not None]
     reporter = next((beat for beat in beats if beat.asked and beat.asked.tree), None)
     if reporter is not None:

@@ -44,7 +44,7 @@ class AskedNodes:
         self._count = 0
         self.beats: list[Beat] = []
         """The last values of all nodes, by slot; empty without watchers."""
-        if client.existing([key("nodes")]):
+        if client.existing_keys([key("nodes")]):
             self._count = client.add(key("nodes"), 0) % QUESTION
             self.beats = newest_beats(client, self._count)
         self.others = [

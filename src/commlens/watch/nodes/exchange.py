@@ -618,7 +618,7 @@ class Nodes:
         period_s = self._period_s()
         if period_s <= QUICK_S:
             self._poke.wait(period_s)
-        elif client.pause(wake_key(slot), period_s, self._poke.fileno()):
+        elif client.wait_for(wake_key(slot), period_s, self._poke.fileno()):
             self._poke.wait(random.uniform(0.0, busy_period_s(self._count) / 2))
         self._poke.clear()
 
@@ -812,5 +812,5 @@ class Nodes:
             return self._bundles.read(client, [*known, *new], now, self._called)
         self._read_count = 0
         # A node may have drawn its slot and not yet stored its value.
-        there = client.existing([key("node", other) for other in new])
+        there = client.existing_keys([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])

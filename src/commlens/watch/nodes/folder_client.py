@@ -1,8 +1,7 @@
-"""A shared folder as the meeting place of nodes that have no store in common: one small file for
-each key.
+"""A shared folder in which nodes meet that have no store in common. Each key is one small file,
+which appears whole or not at all.
 
-It offers the calls of :class:`~commlens.watch.nodes.store_client.StoreClient`. A file appears whole
-or not at all.
+The calls are those of :class:`~commlens.watch.nodes.store_client.StoreClient`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from commlens.watch.nodes.store_client import VALUE_MAX
 
 _NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")
 _COUNT_MAX = 100_000
-_PAUSE_S = 1.0  # between two looks for a key
+_POLL_S = 1.0  # between two checks whether a key is set
 
 
 class FolderClient:
@@ -51,28 +50,24 @@ class FolderClient:
         temporary.replace(path)
 
     def add(self, key: str, amount: int) -> int:
-        """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see
-        :mod:`commlens.watch.nodes.status_answers`.
+        """Add to a counter, which starts at 0, and return the sum. The counter is as many files.
+
+        Args:
+            key: of the counter.
+            amount: 0 or 1: ``commlens status``, which adds more, asks in a store only.
         """
         count = next(
             number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists()
         )
         while amount:
-            try:
-                os.close(
-                    os.open(
-                        self._path(f"{key}.{count}"),
-                        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-                        0o600,
-                    )
-                )
-            except FileExistsError:
-                count += 1
-                continue
-            return count + 1
+            path = self._path(f"{key}.{count}")
+            count += 1
+            with contextlib.suppress(FileExistsError):  # else another node has made it meanwhile
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                break
         return count
 
-    def existing(self, keys: Sequence[str]) -> list[str]:
+    def existing_keys(self, keys: Sequence[str]) -> list[str]:
         """Return those of these keys that exist."""
         return [key for key in keys if self._path(key).exists()]
 
@@ -85,16 +80,16 @@ class FolderClient:
                 values.append(file.read(VALUE_MAX))
         return values
 
-    def pause(self, key: str, timeout_s: float, wakes: int) -> bool:
+    def wait_for(self, key: str, timeout_s: float, wake_fd: int) -> bool:
         """Wait until a key is set, and delete it: see
-        :meth:`~commlens.watch.nodes.store_client.StoreClient.pause`.
+        :meth:`~commlens.watch.nodes.store_client.StoreClient.wait_for`.
         """
         end = time.monotonic() + timeout_s
-        waiting = select.poll()
-        waiting.register(wakes, select.POLLIN)
+        wake = select.poll()
+        wake.register(wake_fd, select.POLLIN)
         while not self._path(key).exists():
             left = end - time.monotonic()
-            if left <= 0 or waiting.poll(1000 * min(left, _PAUSE_S)):
+            if left <= 0 or wake.poll(1000 * min(left, _POLL_S)):
                 return False
         self._path(key).unlink(missing_ok=True)
         return True

@@ -37,7 +37,7 @@ def stored(client: Client, kind: str, numbers: Iterable[int]) -> dict[int, bytes
         numbers: the second part: mostly the slots of nodes.
     """
     numbered = {key(kind, number): number for number in numbers}
-    there = client.existing(list(numbered))
+    there = client.existing_keys(list(numbered))
     return {numbered[name]: value for name, value in zip(there, client.get(there), strict=True)}
 
 

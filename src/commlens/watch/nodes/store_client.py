@@ -2,8 +2,8 @@
 watcher 200 MB and 1.5 s of CPU.
 
 Tried with both servers of torch 2.13 (``tests/unit/watch/nodes/test_store_client.py``). With
-another protocol the calls fail, and each node speaks for itself. The connection is its own, so no
-client of the job ever waits for it. Every call has a timeout.
+another protocol the calls fail, and each node gives its own verdict. The client has a connection of
+its own, so no client of the job ever waits for it. Every call has a timeout.
 
 For each new connection, torch's server looks up the client's name in DNS, in the only thread that
 answers all clients. Where DNS is slow, that takes seconds. So a client must not answer a slow store
@@ -91,7 +91,7 @@ class StoreClient:
         self._send(bytes([_ADD]), _text(key), _NUMBER.pack(amount))
         return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
 
-    def existing(self, keys: Sequence[str]) -> list[str]:
+    def existing_keys(self, keys: Sequence[str]) -> list[str]:
         """Return those of these keys that exist. Never waits for the others."""
         found: list[str] = []
         for some in _batches(keys):
@@ -102,7 +102,7 @@ class StoreClient:
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist. A key that does not exist may break the connection:
-        see :meth:`existing`.
+        see :meth:`existing_keys`.
         """
         if not keys:
             self._send()
@@ -112,24 +112,24 @@ class StoreClient:
             values += [self._value() for _ in some]
         return values
 
-    def pause(self, key: str, timeout_s: float, wakes: int) -> bool:
-        """Wait until a key is set, and delete it. The store has nothing to do meanwhile.
+    def wait_for(self, key: str, timeout_s: float, wake_fd: int) -> bool:
+        """Wait until a key is set, and delete it. The wait costs the store nothing.
 
         Args:
             key: no other client waits for it.
             timeout_s: how long to wait at most.
-            wakes: descriptor that ends the wait once it can be read.
+            wake_fd: descriptor that ends the wait once it can be read.
 
         Returns:
             Whether another client has set the key.
         """
         self._send(bytes([_WAIT]), _SIZE.pack(1), _text(key))
-        waiting = select.poll()
-        for each in (self._socket.fileno(), wakes):
-            waiting.register(each, select.POLLIN)
-        answered = self._socket.fileno() in dict(waiting.poll(1000 * timeout_s))
+        events = select.poll()
+        for descriptor in (self._socket.fileno(), wake_fd):
+            events.register(descriptor, select.POLLIN)
+        answered = self._socket.fileno() in dict(events.poll(1000 * timeout_s))
         if not answered:
-            self.set(key, b"")  # the store then answers the wait
+            self.set(key, b"")  # the store then answers the request
         self._send(bytes([_DELETE]), _text(key))
         self._receive(1 + _NUMBER.size)
         return answered

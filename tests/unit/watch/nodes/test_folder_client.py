@@ -13,7 +13,7 @@ def test_a_folder_offers_the_same_calls(tmp_path: Path):
     one, other = (FolderClient(tmp_path / "shared") for _ in range(2))
     one.set("commlens/2/a", b"\0one\xff")
     one.set("commlens/2/a", b"two")
-    assert other.existing(["commlens/2/never", "commlens/2/a"]) == ["commlens/2/a"]
+    assert other.existing_keys(["commlens/2/never", "commlens/2/a"]) == ["commlens/2/a"]
     assert other.get(["commlens/2/a"]) == [b"two"]
     counts = [
         one.add("commlens/2/n", 0),

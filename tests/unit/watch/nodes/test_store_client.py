@@ -65,24 +65,24 @@ def test_counters(store, client: StoreClient):
 
 def test_a_missing_key_is_no_wait(store, client: StoreClient):
     client.set("commlens/now", b"")
-    assert client.existing(["commlens/never", "commlens/now"]) == ["commlens/now"]
+    assert client.existing_keys(["commlens/never", "commlens/now"]) == ["commlens/now"]
 
 
 def test_a_pause_ends_when_its_key_is_set(store, client: StoreClient):
     poke = Poke()
     began = time.monotonic()
-    assert not client.pause("commlens/wake", 0.2, poke.fileno())
+    assert not client.wait_for("commlens/wake", 0.2, poke.fileno())
     assert time.monotonic() - began > 0.15
     poke.set()
-    assert not client.pause("commlens/wake", 30, poke.fileno()), "this process ended it"
+    assert not client.wait_for("commlens/wake", 30, poke.fileno()), "this process ended it"
     poke.clear()
     timer = threading.Timer(0.2, store.set, ("commlens/wake", ""))
     timer.start()
-    assert client.pause("commlens/wake", 30, poke.fileno())
+    assert client.wait_for("commlens/wake", 30, poke.fileno())
     timer.join()
     store.set("commlens/wake", "")
-    assert client.pause("commlens/wake", 30, poke.fileno()), "it was set before"
-    assert client.existing(["commlens/wake"]) == []
+    assert client.wait_for("commlens/wake", 30, poke.fileno()), "it was set before"
+    assert client.existing_keys(["commlens/wake"]) == []
     client.set("commlens/a", b"one")
     assert client.get(["commlens/a"]) == [b"one"]
     assert time.monotonic() - began < 20
