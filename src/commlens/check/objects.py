@@ -18,22 +18,22 @@ from commlens.tracing.preview.objects import Key, Message, Objects, pickled, ran
 from commlens.tracing.preview.store import FakeStore
 
 Need = Key | str
-"""What a rank needs from another one: an object, or a key of the store."""
+"""An object of another rank, or a key of the store, for which a rank waits."""
 
 KEYS_KEPT = 4  # different values of one key of the store
 
 
 @dataclass
 class SharedValues:
-    """What the ranks that were run so far have given to others."""
+    """The values that the ranks which were run so far have given to others."""
 
     messages: dict[Key, Message | None] = field(default_factory=dict)
     keys: dict[str, list[bytes]] = field(default_factory=dict)  # of the store
     answers: Answers = field(default_factory=dict)
-    never: set[Need] = field(default_factory=set)  # what no rank gives
+    never: set[Need] = field(default_factory=set)  # objects and keys that no rank gives
 
     def of(self, rank: int) -> SharedValues:
-        """Return what a rank may need: the messages in its groups, and the rest."""
+        """Return the values that a rank may need: all but the messages in other groups."""
         messages = {key: each for key, each in self.messages.items() if rank in key[3]}
         return replace(self, messages=messages)
 

@@ -1,7 +1,7 @@
 """Run a program as every rank of a fake world, each in a forked process of its own.
 
-A process that needs an object of another rank waits until the run as that rank has given it. A rank
-runs again from its start only if a value turned out to be another one than it went on with.
+A process that needs an object of another rank waits until that rank's process has sent it. A rank
+is run again from its start only if a value that it assumed turned out to be wrong.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from commlens.check.sequence import RankSequence
 from commlens.tracing.preview.objects import Key, Message
 
 _POLL_S = 0.2
-_WAITING_MAX = 2 << 30  # bytes that processes have for themselves while they wait
-_STARTS_MAX = 50  # of one rank, because it needs something
-_ROUNDS = 3  # of runs until ranks agree on what they have alike
+_WAITING_MAX = 2 << 30  # bytes of memory that waiting processes may keep
+_STARTS_MAX = 50  # starts of one rank that ended in a wait for another rank
+_ROUNDS = 3  # of runs, until the ranks agree on the values that they must have alike
 
 
 class RankProcesses:
@@ -60,9 +60,9 @@ class RankProcesses:
         return any(isinstance(need, str) for need in self._shared.never)
 
     def sequences_of(self, ranks: Iterable[int]) -> dict[int, RankSequence]:
-        """Return the sequences of these ranks, and run those that were not run before. Runs as
-        other ranks are added where those send objects to them. A rank runs again if it read another
-        value than the others that have it alike, or if it gathered other objects than they give.
+        """Return the sequences of these ranks. Run the ranks that were not run before, and the
+        ranks that send objects to them. Run a rank again if it read a value that all ranks must
+        have alike and got another one, or if it gathered other objects than the ranks now send.
         """
         wanted = sorted(set(ranks))
         self._run([rank for rank in wanted if rank not in self._sequences])
@@ -80,7 +80,7 @@ class RankProcesses:
         return {rank: self._sequences[rank] for rank in wanted}
 
     def _gathered_others(self, rank: int) -> bool:
-        """Check whether a rank gathered other objects than the ranks that were run give."""
+        """Check whether a rank gathered other objects than the ranks sent in their last runs."""
         return self._shared.differs(self._gathered[rank], self._sequences)
 
     def _run(self, ranks: list[int]) -> None:
@@ -92,7 +92,7 @@ class RankProcesses:
         ready, later = ranks[:1], ranks[1:]
         try:
             while ready:
-                # all of them before the first is added: none may know more because it began later
+                # run all before the first result is added, so that the order of runs changes none
                 for run in list(self._runs_of(ready)):
                     sequence, rank = run.sequence, run.sequence.rank
                     self._shared.add(run.sent, run.keys)
@@ -120,15 +120,16 @@ class RankProcesses:
         self._sequences.update((rank, ended[rank]) for rank in ranks)
 
     def _ready(self, needs: Mapping[int, Need], ended: Mapping[int, RankSequence]) -> list[int]:
-        """Return the ranks to run next: those whose need is met, else those that give what others
-        need, else all that need something: no rank gives it.
+        """Return the ranks to run next: the waiting ranks whose object or key is there now; else
+        the ranks that send the missing objects; else all waiting ranks, since no rank gives what
+        they need.
         """
         able = [rank for rank, need in needs.items() if self._shared.has(need)]
-        sources = {need[1] for need in needs.values() if not isinstance(need, str)}
-        sources -= ended.keys() | needs.keys()
-        if not able and not sources:
+        senders = {need[1] for need in needs.values() if not isinstance(need, str)}
+        senders -= ended.keys() | needs.keys()
+        if not able and not senders:
             self._shared.never.update(needs.values())
-        return sorted(able or sources or needs)
+        return sorted(able or senders or needs)
 
     def _runs_of(self, ranks: list[int]) -> Iterator[Run]:
         """Run some ranks, several at a time, and yield each run when it has ended or waits."""
@@ -138,8 +139,8 @@ class RankProcesses:
                 while todo or players:
                     while todo and len(players) < self._at_once:
                         players.append(self._player(todo.pop()))
-                    told = connection.wait([each.fileno() for each in players], _POLL_S)
-                    for player in [each for each in players if each.fileno() in told]:
+                    readable = connection.wait([each.fileno() for each in players], _POLL_S)
+                    for player in [each for each in players if each.fileno() in readable]:
                         run = player.receive()
                         players.remove(player)
                         self._keep_or_end(player)
@@ -152,16 +153,16 @@ class RankProcesses:
                     player.end()
 
     def _player(self, rank: int) -> Player:
-        """Start a process, or let the one that waits go on."""
+        """Start the process of a rank, or resume it if it waits."""
         player = self._waiting.pop(rank, None)
         if player is None:
             return Player(self._plan, rank, self._shared)
-        player.go_on(self._shared.of(rank))
+        player.resume(self._shared.of(rank))
         return player
 
     def _keep_or_end(self, player: Player) -> None:
         """Keep a process that waits, unless there is too little memory."""
-        waiting = [player, *self._waiting.values()] if player.waits else []
+        waiting = [player, *self._waiting.values()] if player.is_waiting else []
         if waiting and sum(each.memory() for each in waiting) <= _WAITING_MAX:
             self._waiting[player.rank] = player
         elif text := player.end():
@@ -170,8 +171,8 @@ class RankProcesses:
 
 @contextlib.contextmanager
 def _shared_pages() -> Iterator[None]:
-    """Let the garbage collectors of the processes that are forked meanwhile leave what is here now
-    alone. It would have to be copied for each of them.
+    """Hide the present objects from the garbage collectors of the processes forked meanwhile: a
+    collection would copy the objects' memory for each process.
     """
     is_frozen = gc.get_freeze_count() > 0  # the program's own doing, which stays
     if not is_frozen:

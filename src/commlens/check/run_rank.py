@@ -59,23 +59,26 @@ class Plan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run that has ended, or that waits for something."""
+    """The run of a rank up to its end, or up to the point where it waits for another rank."""
 
     sequence: RankSequence
-    sent: dict[Key, Message]  # objects and small tensors that it gave other ranks
-    keys: dict[str, list[bytes]]  # of the store, that it wrote
-    answers: Answers  # that it got to reads of values that ranks have alike
-    gathered: dict[Key, Message | None]  # those of others that its gathers and exchanges took
-    needs: Need | None = None  # what it waits for, from another rank
-    modules: tuple[str, ...] = ()  # of libraries, that it imported
+    sent: dict[Key, Message]  # the objects and small tensors that it gave to other ranks
+    keys: dict[str, list[bytes]]  # the keys of the store that it wrote
+    answers: Answers  # the values it read that all ranks must have alike
+    gathered: dict[Key, Message | None]  # the objects of others that its gathers took
+    needs: Need | None = None  # the object or key that it waits for; None: it has ended
+    modules: tuple[str, ...] = ()  # the libraries' modules that it imported
 
 
 def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], None]) -> Run:
-    """Run the program as ``rank``, which knows what others have given. The process cannot be
-    reused: call this in one of its own.
+    """Run the program as ``rank``. The process cannot be reused: call this in one of its own.
 
-    Where the rank needs something that is not in ``shared``, ``wait`` is called with the run so
-    far, and adds it, or adds that no rank ever gives it.
+    Args:
+        plan: the program and its world.
+        rank: the rank to play.
+        shared: the values that other ranks have shared.
+        wait: called with the run so far where the rank needs a value that is not in ``shared``. It
+            returns when ``shared`` has the value, or has it among those that no rank gives.
     """
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     sequence = RankSequence(rank, plan.world_size)

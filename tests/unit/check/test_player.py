@@ -36,7 +36,7 @@ def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
     try:
         waits = told(second)
         assert waits.needs is not None and waits.needs[:3] == ("send", 0, 1)
-        assert second.waits and second.memory() > 1 << 20
+        assert second.is_waiting and second.memory() > 1 << 20
         first = Player(plan, 0, shared)
         try:
             gave = told(first)
@@ -44,7 +44,7 @@ def test_a_process_waits_for_an_object_and_goes_on(tmp_path: Path) -> None:
             assert first.end() == "rank 0 has 5\n"
         assert gave.needs is None
         shared.add(gave.sent, gave.keys)
-        second.go_on(shared.of(1))
+        second.resume(shared.of(1))
         ended = told(second)
         assert ended.needs is None and not ended.sequence.problem
     finally:
@@ -88,9 +88,9 @@ def test_a_process_that_is_paused_does_not_hold_up_the_check(
         assert told(player).needs is not None
         os.kill(player._pid, signal.SIGSTOP)
         began_s = time.monotonic()
-        player.go_on(SharedValues(keys={"more than a socket holds": [bytes(16 << 20)]}))
+        player.resume(SharedValues(keys={"more than a socket holds": [bytes(16 << 20)]}))
         assert time.monotonic() - began_s < 20
-        assert not player.waits
+        assert not player.is_waiting
     finally:
         player.end()
 
