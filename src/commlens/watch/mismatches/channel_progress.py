@@ -1,4 +1,6 @@
-"""How far the ranks of this node have come on a channel, and where they differ."""
+"""The sequence numbers that the ranks of this node have reached on a channel, and the discrepancies
+between the ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,26 @@ MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the 
 
 
 Blocks = dict[int, int]
-"""By block of sequence numbers: how many were added and, in the lower 32 bits, the exclusive or of
-their digests.
+"""Blocks of sequence numbers by index. The value holds the number of collectives in the block and,
+in the lower 32 bits, the exclusive or of their digests.
 
-One integer, because the reporter of a large job keeps thousands of blocks, which Python's garbage
-collector would look through.
+It is one integer because the reporter of a large job keeps thousands of blocks, and Python's
+garbage collector visits no integers.
 """
 
 
 class ChannelDigest:
-    """What was issued on a channel, in a form that nodes can compare without knowing how far the
-    other is.
+    """The collectives of a channel, in a form that two nodes can compare although one may be ahead
+    of the other.
 
-    Sequence numbers are summed up in blocks of several lengths: short ones show a difference at
-    once, long ones still overlap if a channel is fast and the nodes look at it a second apart.
-    Blocks with equal counts hold the same sequence numbers.
+    The sequence numbers are summed up in blocks of several lengths. A short block shows a
+    difference at once; a long one still overlaps with the other node's if the channel is fast and
+    the nodes look at it a second apart. Blocks with equal counts hold the same sequence numbers.
     """
 
     LENGTHS: Final = (1, 16, 256, 4096)
-    # blocks of each length: enough for nodes that look a second apart, at up to 10,000 collectives
-    # a second
+    # how many blocks of each length are kept: enough for nodes that look a second apart, at up to
+    # 10,000 collectives a second
     KEPT: Final = (8, 6, 6, 4)
 
     def __init__(self) -> None:
@@ -67,49 +69,56 @@ def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
     overlap.
     """
     return any(
-        0 < mine[number] ^ other[number] < 1 << 32  # the counts are equal
+        0 < mine[index] ^ other[index] < 1 << 32  # the counts are equal, and the digests are not
         for mine, other in zip(ours, theirs, strict=False)
-        for number in mine.keys() & other.keys()
+        for index in mine.keys() & other.keys()
     )
 
 
 @dataclass(slots=True, eq=False)
 class ChannelProgress:
-    """What ranks of this node issue one after the other: the collectives of a channel, their reduce
-    ops, which are recorded later, or the messages of a tag. For each sequence number it holds what
-    the first rank issued, until all ranks have passed it.
+    """One sequence of calls that the ranks of this node make in the same order.
+
+    There are three kinds: the collectives of a channel; their reduce ops, which are recorded later;
+    and the messages with one tag. For each sequence number, the first rank's call is kept until all
+    ranks have passed it.
     """
 
     channel: Channel
     local_ranks: tuple[int, ...]  # its ranks on this node; of messages: the sender, the receiver
-    # of messages: the only kind in which ranks must issue different ops
+
+    # --- of messages, the only kind in which the ranks' ops must differ
     is_of_messages: bool = False
-    # of messages: the number of the one that was added last, among those of all tags
-    last_message: int = 0
-    # of reduce ops: the collectives that have them
-    collectives: ChannelProgress | None = None
-    # sequence number: what was issued, by which rank
+    last_message: int = 0  # the newest message's number, counted over all tags
+
+    # --- of reduce ops
+    collectives: ChannelProgress | None = None  # the collectives that have these reduce ops
+
+    # --- of collectives
+    # by position in a coalesced group, from 1 (0: not coalesced)
+    reduce_ops: dict[int, ChannelProgress] = field(default_factory=dict)
+    # sequence number: the signatures of the ranks that have arrived, to be compared once all have
+    arrived: dict[int, dict[int, SignatureId]] = field(default_factory=dict)
+
+    # --- of all three kinds
+    digest: ChannelDigest | None = None  # None: all ranks of the channel are on this node
+    # sequence number: the first rank's call, and that rank
     first_issue: dict[int, tuple[Issue, int]] = field(default_factory=dict)
-    # sequence number: signature of each rank
-    compared_together: dict[int, dict[int, SignatureId]] = field(default_factory=dict)
     newest: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number
     floor: int = 1  # all lower sequence numbers are done
     begin: int = 0  # the first sequence number seen
-    # stacks that met, with the difference of their steps
+    # pairs of stacks that had the same sequence number, with the difference of their steps
     seen_pairs: set[tuple[int, int, int]] = field(default_factory=set)
+    order_suspected: bool = False  # a new pair of stacks came long after the first calls
     is_concurrent: bool = False  # several threads issue on it at once, so that the order is unknown
     reported: set[int] = field(default_factory=set)  # sequence numbers that disagree
-    digest: ChannelDigest | None = None  # of a channel with ranks on other nodes
-    # by position in a coalesced group, from 1 (0: not coalesced)
-    reduce_ops: dict[int, ChannelProgress] = field(default_factory=dict)
-    order_suspected: bool = False  # source lines or steps met that had never met before
 
     def trim(self) -> int:
-        """Forget the sequence numbers that all ranks of this node have passed, and those too far
-        ahead of the slowest rank.
+        """Forget the sequence numbers that all ranks of this node have passed, and give up the
+        oldest of the others if more than MAX_PENDING wait for the slowest rank.
 
         Returns:
-            How many were given up before the slowest rank reached them.
+            How many sequence numbers were given up.
         """
         slowest = min((self.newest.get(rank, 0) for rank in self.local_ranks), default=0)
         floor = max(slowest + 1, max(self.newest.values(), default=0) - MAX_PENDING)
@@ -130,15 +139,13 @@ class ChannelProgress:
 
 @dataclass(slots=True, eq=False)
 class Discrepancy:
-    """Records of two ranks that differ, as first seen."""
+    """The first sequence number at which the records of two ranks differ in an aspect."""
 
     progress: ChannelProgress
-    sequence_number: int
+    sequence_number: int  # of a message: counted over its tag
     aspect: Aspect | Literal["shift"]
     answer: Disagree | None  # None: only source lines or steps differ, so a rank may be out of step
-    # of a message: its number among those of all tags, as its record has it; the sequence number is
-    # its place among those of its tag
-    message_number: int = 0
+    message_number: int = 0  # of a message: counted over all tags, as in its record
     seen_at: float = 0.0  # time.monotonic()
 
     @property
@@ -148,13 +155,13 @@ class Discrepancy:
 
     @property
     def passed(self) -> int:
-        """How many sequence numbers the slowest rank of this node has come past it."""
+        """How many sequence numbers the slowest rank of this node is past it; negative: before."""
         newest = self.progress.newest
         return min(newest.get(rank, 0) for rank in self.progress.local_ranks) - self.sequence_number
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks of this node have reached it. Which rank is the odd one may depend on
-        the last of them.
+        """Whether all ranks of this node have reached it. Before that, it is not certain which rank
+        is the odd one.
         """
         return self.passed >= 0

@@ -75,7 +75,7 @@ class SignatureComparison:
         self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()
         self.given_up = 0
         """Collectives and messages that were not compared, because a rank was too far behind."""
-        self.discrepancies: list[Discrepancy] = []  # that nobody has taken
+        self.discrepancies: list[Discrepancy] = []  # not collected yet
         stack_ids = itertools.count(1)
         # ids of stacks
         self.stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
@@ -140,9 +140,7 @@ class SignatureComparison:
     # --- what a rank issues
 
     def add(self, progress: ChannelProgress, number: int, rank: int, issue: Issue) -> None:
-        """Add what a rank issues, and compare it with what the first rank issued under this
-        sequence number.
-        """
+        """Add a rank's call, and compare it with the first rank's call of this sequence number."""
         first = progress.first_issue.get(number)
         if first is None:
             if number >= progress.floor:
@@ -160,22 +158,22 @@ class SignatureComparison:
     def add_to_all(
         self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId
     ) -> None:
-        """Compare every pair of ranks, once all have arrived: each rank must receive what every
-        other rank sends it.
+        """Add a rank's signature, and compare the signatures of all ranks once all have arrived:
+        each rank must receive what every other rank sends to it.
         """
-        by_rank = progress.compared_together.setdefault(number, {})
+        by_rank = progress.arrived.setdefault(number, {})
         by_rank[rank] = signature
         if len(by_rank) == len(progress.local_ranks):
-            del progress.compared_together[number]
+            del progress.arrived[number]
             values = tuple(sorted(by_rank.values()))
             self._compare(progress, number, by_rank, values, by_rank=True)
-        elif len(progress.compared_together) > MAX_PENDING:
-            del progress.compared_together[next(iter(progress.compared_together))]
+        elif len(progress.arrived) > MAX_PENDING:
+            del progress.arrived[next(iter(progress.arrived))]
 
     def _compare_with_first(
         self, progress: ChannelProgress, number: int, rank: int, issue: Issue
     ) -> None:
-        """Compare what two ranks issue. The caller knows that it differs."""
+        """Compare a rank's call with the first rank's, which is known to differ from it."""
         (first, first_stack, first_step), first_rank = progress.first_issue[number]
         signature, stack, step = issue
         if signature != first and signature and first:
@@ -203,8 +201,15 @@ class SignatureComparison:
         *,
         by_rank: bool,
     ) -> bool:
-        """Compare signatures, each combination once. Which rank issued which only matters where
-        ranks may legally differ. Returns whether they disagree.
+        """Compare the ranks' signatures, unless the same were compared before, and return whether
+        they disagree.
+
+        Args:
+            progress: of the calls.
+            number: their sequence number.
+            issued: the signature of each rank.
+            values: of several discrepancies with the same values, the first is kept.
+            by_rank: whether it matters which rank issued which signature, since ranks may differ.
         """
         parts = {rank: self.signatures.parts(signature) for rank, signature in issued.items()}
         if not all(parts.values()):
