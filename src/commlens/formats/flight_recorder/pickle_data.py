@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from commlens.errors import FormatError
 
-# one takes 1 byte in the file and 60 in memory; a ring buffer of 20,000 operations has 160,000
+# a container takes 1 byte in the file and 60 in memory; the dump of a ring buffer of 20,000
+# operations has 160,000
 _CONTAINERS_MAX: Final = 4_000_000
 _LONG_MAX: Final = 64  # bytes of an integer
 _LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line
-# no tuples: hashing nested tuples can take forever
+# types of the keys of a dict; no tuples, because hashing nested tuples can take forever
 _KEYS: Final = (str, int, bytes, bool, float, type(None))
 
 _UINT16: Final = struct.Struct("<H").unpack_from
@@ -44,8 +45,8 @@ class _Truncated(Exception):
 
 
 class _Refused(Exception):
-    """The pickle holds something that plain data never needs; the text completes a sentence about
-    "It".
+    """The pickle holds something that plain data never needs. The text completes a sentence that
+    begins with "It".
     """
 
 
@@ -65,7 +66,7 @@ def read_pickle(data: bytes) -> Pickled:
 
     Raises:
         FormatError: the data is not a pickle, is damaged, or would import or call something. The
-            message is a sentence about "It".
+            message is a sentence that begins with "It".
     """
     stacks: list[list[Any]] = [[]]
     try:
@@ -91,8 +92,8 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
 
     Args:
         data: the pickle.
-        stacks: one empty stack. A mark opens another one on top of it; on an error all are left as
-            they are.
+        stacks: one empty stack. A mark opens another stack on top of it. After an error they hold
+            the data up to there.
 
     Raises:
         _Stopped: the data is truncated, damaged or refused.
@@ -142,7 +143,7 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 items = stacks.pop()
                 stack = stacks[-1]
                 _AFTER_MARK[op](stack, items)
-                containers += op not in _SMALL
+                containers += op not in _NOT_COUNTED
                 at += 1
             elif op == 0x4E:  # NONE
                 stack.append(None)
@@ -155,9 +156,9 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
             else:
                 run = _OPCODES.get(op)
                 if run is None:
-                    raise _Refused(_forbidden(op))
+                    raise _Refused(_refusal(op))
                 at = run(data, at, stack, memo)
-                containers += op not in _SMALL
+                containers += op not in _NOT_COUNTED
             if containers > _CONTAINERS_MAX:
                 raise _Refused(f"holds more than {_CONTAINERS_MAX} lists and dicts")
     except (
@@ -179,7 +180,8 @@ def _as_list(value: Any) -> list[Any]:
     return value
 
 
-def _set(target: Any, items: list[Any]) -> None:
+def _set_items(target: Any, items: list[Any]) -> None:
+    """Put keys and values, which alternate, into a dict."""
     if type(target) is not dict or len(items) % 2:
         raise TypeError("items are added to something that is not a dict, or their number is odd")
     for at in range(0, len(items), 2):
@@ -187,7 +189,8 @@ def _set(target: Any, items: list[Any]) -> None:
             target[items[at]] = items[at + 1]
 
 
-def _forbidden(op: int) -> str:
+def _refusal(op: int) -> str:
+    """Return the reason why an opcode is refused, for a sentence that begins with "It"."""
     import pickletools
 
     name = next((one.name for one in pickletools.opcodes if ord(one.code) == op), None)
@@ -213,21 +216,21 @@ def _forbidden(op: int) -> str:
 
 
 def _salvage(stacks: list[list[Any]]) -> Any:
-    """Return the data before a cut: every open container gets its complete items; an unfinished
-    item of a list is dropped.
+    """Return the data before a cut. Each open container gets its complete items, from the innermost
+    container outwards; a list gets no unfinished item.
     """
-    unfinished: Any = None
+    unfinished: Any = None  # the container that was filled last
     stack = stacks.pop()
-    while stacks:
+    while stacks:  # below each mark: a container, whose items are above the mark
         items, stack = stack, stacks.pop()
-        target = stack[-1] if stack else None
-        if type(target) is list:
-            target.extend(items[:-1] if items and items[-1] is unfinished else items)
-            unfinished = target
-        elif type(target) is dict:
-            _set(target, items[: len(items) // 2 * 2])
-            unfinished = target
-    while len(stack) > 1:  # SETITEM and APPEND need no mark
+        container = stack[-1] if stack else None
+        if type(container) is list:
+            container.extend(items[:-1] if items and items[-1] is unfinished else items)
+            unfinished = container
+        elif type(container) is dict:
+            _set_items(container, items[: len(items) // 2 * 2])
+            unfinished = container
+    while len(stack) > 1:  # items that are added one by one, by APPEND and SETITEM, have no mark
         value = stack.pop()
         if type(stack[-1]) is list and value is not unfinished:
             stack[-1].append(value)
@@ -239,11 +242,11 @@ def _salvage(stacks: list[list[Any]]) -> Any:
 
 def _dict_of_items(stack: list[Any], items: list[Any]) -> None:
     stack.append({})
-    _set(stack[-1], items)
+    _set_items(stack[-1], items)
 
 
 _AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
-    0x75: lambda stack, items: _set(stack[-1], items),  # SETITEMS
+    0x75: lambda stack, items: _set_items(stack[-1], items),  # SETITEMS
     0x31: lambda stack, items: None,  # POP_MARK
     0x74: lambda stack, items: stack.append(tuple(items)),  # TUPLE
     0x6C: lambda stack, items: stack.append(items),  # LIST
@@ -258,7 +261,7 @@ _Opcode = Callable[[bytes, int, list[Any], dict[int, Any]], int]
 
 
 def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], Any]) -> _Opcode:
-    """Return an opcode with a length of ``width`` bytes and so many bytes of content."""
+    """Return an opcode that holds a length, of ``width`` bytes, and content of that length."""
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         begin = at + 1 + width
@@ -334,7 +337,9 @@ def _binary_float(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) 
 
 
 def _put_at(read: Callable[..., tuple[int]], width: int) -> _Opcode:
-    """Return an opcode that gives the top of the stack a number of ``width`` bytes."""
+    """Return an opcode that puts the top of the stack into the memo, under an index of ``width``
+    bytes.
+    """
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         memo[read(data, at + 1)[0]] = stack[-1]
@@ -373,7 +378,7 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x86: _tuple(2),
     0x87: _tuple(3),
     0x61: _on_stack(lambda stack: _as_list(stack[-2]).append(stack.pop())),  # APPEND
-    0x73: _on_stack(lambda stack: _set(stack[-3], [stack.pop(-2), stack.pop()])),  # SETITEM
+    0x73: _on_stack(lambda stack: _set_items(stack[-3], [stack.pop(-2), stack.pop()])),  # SETITEM
     0x47: _binary_float,
     0x8C: _sized(_read_byte, 1, _text),  # SHORT_BINUNICODE
     0x8D: _sized(_UINT64, 8, _text),  # BINUNICODE8
@@ -391,8 +396,8 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x70: _put,
     0x67: _get,
 }
-# make nothing larger than themselves
-_SMALL: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})
+# not counted as containers: what they make is no larger than their bytes in the file
+_NOT_COUNTED: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})
 _OPERAND: Final = {
     0x68: 1,
     0x6A: 4,
@@ -413,6 +418,4 @@ _OPERAND: Final = {
     0x8B: 4,
     0x95: 8,
 }
-"""Bytes of operands, or of an operand's length, after an opcode; fewer are left if the file is
-truncated.
-"""
+"""Opcode: the fewest bytes that follow it. If fewer are left, the file is truncated."""
