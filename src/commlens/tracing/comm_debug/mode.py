@@ -61,7 +61,7 @@ class CommDebugMode:
     def __init__(self) -> None:
         self.comm_counts: Counts = defaultdict(int)
         self.comm_module_counts: dict[str, dict[str, Counts]] = {}
-        # by module, pass and op, counted as the collectives are
+        # the redistributions that issued collectives, by module, pass and op
         self._causes: dict[str, dict[str, dict[Any, Counter[Redistribution]]]] = {}
         self.comm_registry: set[Any] = set(collective_packets())
         self.advanced_module_tracker = ModuleView()
@@ -91,7 +91,7 @@ class CommDebugMode:
             tracer.modules.names_wrappers = True
             self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
-            tracer.on_collective.append(self._issued)
+            tracer.on_collective.append(self._count_issued)
             tracer.modules.on_enter.append(lambda call, module: self._modules.of_row(call.row))
             tracer.start()
             self._ops.__enter__()
@@ -192,14 +192,16 @@ class CommDebugMode:
 
     # --- counting
 
-    def _issued(self, event: RawEvent) -> None:
+    def _count_issued(self, event: RawEvent) -> None:
         if event.call is not None:
             self._modules.of_row(event.call.row)
-        path = self._owner(event) or event.path
+        path = self._fsdp_module(event) or event.path
         self._count(counted_packet(event), event.phase, path, event.cause)
 
-    def _owner(self, event: RawEvent) -> str | None:
-        """Return the block, perhaps inside another one, whose parameters it carries."""
+    def _fsdp_module(self, event: RawEvent) -> str | None:
+        """Return the path of the FSDP module whose parameters a collective carries; None if it
+        carries none, or if the module is not part of a module that was called.
+        """
         owner = event.owner
         if owner is None or not owner.library.startswith("FSDP"):
             return None
@@ -212,27 +214,30 @@ class CommDebugMode:
         path: str | None,
         cause: Redistribution | None = None,
     ) -> None:
+        """Count a collective of a module, also for each module around it."""
         self.comm_counts[packet] += 1
-        which = PASSES[phase]
+        pass_name = PASSES[phase]
         module = self._modules.nearest(path)
-        if path is not None and path != module.path:
-            self._add(path, which, packet, cause)  # not called yet
+        if path is not None and path != module.path:  # the module at path was not called yet
+            self._count_in_module(path, pass_name, packet, cause)
         while True:
-            self._add(module.path, which, packet, cause)
+            self._count_in_module(module.path, pass_name, packet, cause)
             if module.parent is None:
                 return
             module = module.parent
 
-    def _add(self, path: str, which: str, packet: Any, cause: Redistribution | None) -> None:
+    def _count_in_module(
+        self, path: str, pass_name: str, packet: Any, cause: Redistribution | None
+    ) -> None:
         counts = self.comm_module_counts.get(path)
         if counts is None:
             counts = self.comm_module_counts[path] = _no_counts()
-        if which not in counts:
-            counts[which] = defaultdict(int)
-        counts[which][packet] += 1
+        if pass_name not in counts:
+            counts[pass_name] = defaultdict(int)
+        counts[pass_name][packet] += 1
         if cause is not None and cause.after:
             by_pass = self._causes.setdefault(path, {})
-            by_pass.setdefault(which, {}).setdefault(packet, Counter())[cause] += 1
+            by_pass.setdefault(pass_name, {}).setdefault(packet, Counter())[cause] += 1
 
     def _sections(self) -> list[Section]:
         return sections(self._modules, self.comm_module_counts, self._records(), self._causes)
