@@ -19,15 +19,15 @@ class FoundRanks(NamedTuple):
     """The ranks of a job with their stacks."""
 
     logs: Sequence[RankLog]
-    elsewhere: OtherNodes | None = None  # the ranks of other nodes, if the job has more of them
+    elsewhere: OtherNodes | None = None  # the other nodes' answers; None: the job has one node
 
 
 class StacksCommand:
     """Show the stacks of all ranks of a job, merged into a few classes, the odd ones first.
 
-    Recorded ranks record their stacks themselves; those that cannot, because they are stopped or
-    hold the GIL, and jobs that were started without commlens are read with py-spy. Nothing in the
-    job is changed.
+    Recorded ranks record their stacks themselves. py-spy reads the stacks of ranks that cannot,
+    because they are stopped or hold the GIL, and of jobs that were started without commlens.
+    Nothing in the job is changed.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ class StacksCommand:
         with naming_worlds(worlds):
             classes = merge_stacks(logs)
         if found.elsewhere is not None:
-            classes = with_alike(classes, found.elsewhere)
+            classes = with_alike_ranks(classes, found.elsewhere)
         if arguments.json:
             from commlens.reports.json_report import print_json
 
@@ -87,23 +87,31 @@ class StacksCommand:
         return 0
 
 
-def with_alike(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list[StackRow]:
-    """Return the classes with the ranks that are known to stand where some of these do, the ones
-    with the fewest ranks first.
+def with_alike_ranks(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list[StackRow]:
+    """Add to the classes the ranks without a log that are known to stand at the same place as a
+    rank with one. Return the classes, those with the fewest ranks first.
     """
     import msgspec
 
-    more = {min(each.examined): each.others for each in elsewhere.alike.classes if each.examined}
+    alike = {min(each.examined): each.others for each in elsewhere.alike.classes if each.examined}
     found = []
     for each in classes:
-        others = [rank for first in more.keys() & each.ranks for rank in more[first]]
-        found.append(msgspec.structs.replace(each, ranks=sorted({*each.ranks, *others})))
+        added = [rank for first in alike.keys() & each.ranks for rank in alike[first]]
+        found.append(msgspec.structs.replace(each, ranks=sorted({*each.ranks, *added})))
     return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
 
 
 def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
-    """Return the ranks of a job with their stacks: from its black boxes, those of other nodes or of
-    the worlds that it meets included, else with py-spy.
+    """Return the ranks of a job with their stacks.
+
+    If the job is recorded, the stacks come from its black boxes, and the ranks of other nodes, or
+    of other worlds that share a group with it, are included. Else py-spy reads the stacks.
+
+    Args:
+        wanted: a job's name or a prefix of it, a pid, or a part of the ranks' command line; None:
+            the only job that runs here.
+        job_name: torchrun's ``--rdzv-id``, Slurm's job id or name; py-spy reads the stacks.
+        native: whether to read C++ frames, too; py-spy reads the stacks.
 
     Raises:
         CommandError: several jobs match.
@@ -125,10 +133,10 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
             jobs = []  # the name may be that of a job that is not recorded
         if jobs:
             logs = snapshot(jobs[0], window_s=0.4)
-            others = logs_of_other_worlds(logs, jobs[:1])
-        if jobs and others.keys() >= set(jobs[1:]):
+            other_worlds = logs_of_other_worlds(logs, jobs[:1])
+        if jobs and other_worlds.keys() >= set(jobs[1:]):  # all found jobs share groups
             if not has_other_nodes(logs):
-                worlds = [logs, *others.values()]
+                worlds = [logs, *other_worlds.values()]
                 return FoundRanks(join_worlds([*map(_with_current_stacks, worlds)]))
             here = _with_current_stacks(logs)
             elsewhere = look_at_other_nodes(jobs[0])
@@ -146,8 +154,8 @@ def _is_stale(log: RankLog) -> bool:
 
 
 def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
-    """Return the ranks of this node with their stacks as of now: ranks that run do not record
-    them.
+    """Return the ranks of this node with their current stacks: those of running ranks are read with
+    py-spy, since these record no stack.
     """
     from commlens.outside.find_ranks import find_job
     from commlens.outside.look import look_at

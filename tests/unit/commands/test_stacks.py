@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commlens.commands.stacks import find_ranks, with_alike
+from commlens.commands.stacks import find_ranks, with_alike_ranks
 from commlens.diagnosis.fold.alike import Alike, AlikeRanks
 from commlens.errors import CommandError
 from commlens.model.ranklog import RankLog
@@ -23,7 +23,7 @@ def test_ranks_that_were_not_read_stand_where_those_in_their_state_do() -> None:
         ]
     )
     classes = [StackRow([0, 1, 6], ()), StackRow([7], (), "stopped"), StackRow([9], ())]
-    assert [each.ranks for each in with_alike(classes, OtherNodes(alike=alike))] == [
+    assert [each.ranks for each in with_alike_ranks(classes, OtherNodes(alike=alike))] == [
         [7],
         [9],
         [0, 1, 2, 3, 4, 6],
