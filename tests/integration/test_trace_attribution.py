@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from chosen import long
 from launching import fsdp2_runs_on_cpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1764,7 +1765,7 @@ def test_compiled_under_the_trace_stays_compiled(fake: None) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", long("inductor")])
 def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend: str) -> None:
     """What a compiler made of it (a graph module, generated code) is no module and no line of the
     user's.

@@ -19,6 +19,8 @@ from test_verify_strict import launch
 from zygote_client import Zygote
 
 TIMEOUT_S = 400  # takes about 100 s on two cores
+USUAL = ("ddp", "fsdp2", "gpipe", "moe", "compiled_part")
+"""Families that issue what verification could take for a fault; test_trace_counts.py runs the others."""
 RANDOM = [("random-500-1", 2), ("random-500-2", 4), ("random-500-3", 8)]
 JOBS = [("families", 2), ("families", 4), ("oddities", 2), ("oddities", 4), *RANDOM]
 AT_SIZE = {
@@ -79,7 +81,7 @@ def cases(jobs: list[tuple[str, int]], usual: list[tuple[str, int]]) -> list[Any
     return [
         long(
             *case,
-            when=case[:2] not in usual or (case[0] == "families" and case[2] not in families.USUAL),
+            when=case[:2] not in usual or (case[0] == "families" and case[2] not in USUAL),
             id=f"{case[2]}-{case[0]}-{case[1]}",
         )
         for case in CASES
@@ -97,6 +99,7 @@ def test_legal_program(
     judge(launched, engine_environment["COMMLENS_ENGINE"], job, size, name)
 
 
+@pytest.mark.long  # the nodes below run both engines, too
 @pytest.mark.parametrize(
     ("job", "size", "name"), cases([("oddities", 2), ("oddities", 4), RANDOM[1]], [RANDOM[1]])
 )

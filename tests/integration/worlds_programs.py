@@ -3,13 +3,14 @@ reinforcement learning and serving do, and one member may come late.
 
 Usage: worlds_programs.py SHAPE LATE ROLE, with RANK, WORLD_SIZE and MASTER_PORT as usual, and
 GROUP_PORT of the store of the group that is made by hand. LATE is ROLE:RANK of the process that
-sleeps, or nobody.
+sleeps until there is the file GO, or nobody.
 """
 
 import datetime
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,15 @@ def joined_group(rank, size, name):
     return group
 
 
+def sleep():
+    end = time.monotonic() + 60
+    while not Path(os.environ["GO"]).exists() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
 def maybe_late():
     if f"{ROLE}:{RANK}" == LATE:
-        time.sleep(20)  # the culprit
+        sleep()  # the culprit
 
 
 def part_of_a_world():
@@ -64,7 +71,7 @@ def part_of_a_world():
                 maybe_late()
             group.allreduce([torch.ones(2)]).wait()
     elif LATE != "nobody":
-        time.sleep(20)
+        sleep()
     dist.barrier()
 
 
