@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from commlens.errors import CommandError
 from commlens.model.cause import LatentFault
 from commlens.model.verdict import Verdict
 from commlens.testing import check
+from conftest import RunCommlens
 
 TIMEOUT_S = 100.0
 
@@ -750,19 +752,17 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT)
-    return subprocess.run(
-        [sys.executable, "-m", "commlens", "check", "--world-size", "3", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_a_script_without_a_fault(tmp_path: Path) -> None:
-    done = command(tmp_path, "train.py", "--json", "9")
+@pytest.fixture
+def command(tmp_path: Path, call_commlens: RunCommlens) -> Command:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return functools.partial(call_commlens, "check", "--world-size", "3")
+
+
+def test_a_script_without_a_fault(command: Command) -> None:
+    done = command("train.py", "--json", "9")
     assert done.returncode == 0, done.stderr
     first = " ".join(done.stdout.split("\n\n")[0].split())
     assert first == "VERDICT no mismatch or deadlock in 3 ranks on gloo."
@@ -780,10 +780,10 @@ for step in range(9):
 """
 
 
-def test_a_fault_in_a_later_step(tmp_path: Path) -> None:
+def test_a_fault_in_a_later_step(tmp_path: Path, command: Command) -> None:
     (tmp_path / "late.py").write_text(LATE)
-    assert command(tmp_path, "late.py").returncode == 1
-    assert command(tmp_path, "--steps", "6", "late.py").returncode == 0
+    assert command("late.py").returncode == 1
+    assert command("--steps", "6", "late.py").returncode == 0
 
 
 LATENT = """
@@ -793,19 +793,21 @@ dist.all_reduce(torch.ones(4), async_op=True)
 """
 
 
-def test_latent_faults_change_the_exit_status_only_if_they_shall(tmp_path: Path) -> None:
+def test_latent_faults_change_the_exit_status_only_if_they_shall(
+    tmp_path: Path, command: Command
+) -> None:
     (tmp_path / "latent.py").write_text(LATENT)
-    done = command(tmp_path, "latent.py")
+    done = command("latent.py")
     assert done.returncode == 0, done.stderr
     assert "nothing hangs in 3 ranks on gloo; 1 latent fault: " in done.stdout
-    assert command(tmp_path, "--strict", "latent.py").returncode == 1
-    assert command(tmp_path, "--strict", "train.py", "-x", "9").returncode == 0
+    assert command("--strict", "latent.py").returncode == 1
+    assert command("--strict", "train.py", "-x", "9").returncode == 0
 
 
-def test_a_script_with_a_fault(tmp_path: Path) -> None:
-    done = command(
-        tmp_path, "--json", "--sarif", "found.sarif", "--html", "found.html", "train.py", "-x", "1"
-    )
+def test_a_script_with_a_fault(tmp_path: Path, run_commlens: RunCommlens) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    reports = ("--json", "--sarif", "found.sarif", "--html", "found.html")
+    done = run_commlens("check", "--world-size", "3", *reports, "train.py", "-x", "1")
     assert done.returncode == 1, done.stderr
     verdict = json.loads(done.stdout)
     assert (verdict["kind"], verdict["culprits"]) == ("mismatch/op", [1])
@@ -819,8 +821,8 @@ def test_a_script_with_a_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [("no_such.py",), ("--steps", "0", "train.py"), ("--backend", "mpi", "train.py")]
 )
-def test_wrong_usage(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    done = command(tmp_path, *arguments)
+def test_wrong_usage(command: Command, arguments: tuple[str, ...]) -> None:
+    done = command(*arguments)
     assert done.returncode == 2
     assert done.stdout == "" and "Traceback" not in done.stderr
 
