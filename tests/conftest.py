@@ -77,6 +77,17 @@ _native_cache = pytest.StashKey[tuple[Path, str]]()
 _builder = pytest.StashKey["subprocess.Popen[bytes]"]()  # of the emulation of NCCL
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that start processes first: the short ones then even out the workers' ends."""
+    starts = {
+        item.path
+        for item in items
+        if item.get_closest_marker("launches") or "unit" not in item.path.parts
+    }
+    items.sort(key=lambda item: item.path not in starts)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the native engine, where a test of this run needs it: before any of them, since it
     takes longer than a test may. Meanwhile, another core builds the emulation of NCCL.

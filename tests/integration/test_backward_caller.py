@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from chosen import NATIVE_FIRST
 
 pytest.importorskip("torch")
 
@@ -198,10 +199,10 @@ def test_a_line_is_known_again_when_only_one_pass_runs(issued: Issued) -> None:
     assert lines(only(issued, "python afterwards"))[0] == LINES["FIRST"]
 
 
-@pytest.mark.parametrize("option", ["CPP_STACK", "VERIFIED"])
-def test_the_line_is_known_also_with(
-    tmp_path: Path, engine_environment: dict[str, str], option: str
+@NATIVE_FIRST
+def test_the_line_is_known_also_with_stacks_of_cpp_and_under_verification(
+    tmp_path: Path, engine_environment: dict[str, str]
 ) -> None:
-    issued = run(tmp_path, engine_environment, option)
+    issued = run(tmp_path, engine_environment, "CPP_STACK", "VERIFIED")
     for issuer in ("python", "ddp"):
         assert lines(only(issued, f"{issuer} first"))[0] == LINES["FIRST"]

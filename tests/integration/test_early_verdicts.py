@@ -145,8 +145,8 @@ def run_healthy(jobs: Harness, folder: Path, pauses: str, *, timeout_s: float) -
 @pytest.mark.parametrize(
     "pauses",
     [
-        "asleep:2:9 stopped:1:12",
-        long("reading:1:9 evaluation:0:9 checkpoint:0:9"),
+        "stopped:1:12",
+        long("asleep:2:9 reading:1:9 evaluation:0:9 checkpoint:0:9"),
         long("garbage:3:9 compilation:2:9 asleep:0:20"),
         long("lock:1:10 thread:2:10 slow-disk:3:10 download:0:10"),
     ],

@@ -39,7 +39,7 @@ FAULTS = [
     ("plain-bit", "parameter", "one-bit", "1.norm.weight"),
 ]
 HEALTHY = ["ddp-none", "fsdp-none", "hsdp-none", "tp-none", "2d-none", "plain-none"]
-USUAL = ("ddp-bit", "hsdp-bit", "ddp-none")
+USUAL = ("ddp-bit", "hsdp-bit")
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
@@ -158,6 +158,7 @@ def test_results_are_the_same_with_and_without(
         json.loads((launched[0] / each / "1.json").read_text())["bits"] for each in (job, unchecked)
     )
     assert with_checks == without
+    assert reported(launched, job) == ([], [])
 
 
 # --- checks that a program asks for itself
