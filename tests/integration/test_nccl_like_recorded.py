@@ -5,6 +5,7 @@ on the backend that behaves as NCCL.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,44 @@ dist.destroy_process_group()
 """
 )
 
+HOOKED = (
+    BEGIN
+    + """
+from commlens.blackbox.reader import read_box
+
+(box,) = Path(os.environ["BOX_DIR"]).rglob(f"rank{rank}.*box")
+wanted = json.loads(os.environ["WANTED"])
+
+def states():
+    # not those of a batch's messages: the record that closes the batch has the state
+    ops = [op for op in read_box(box).collectives if op.coalesced_members or not op.coalescing_id]
+    return [f"{op.op} {op.state.value} {op.learned_how.value}" for op in ops]
+
+def come(name):
+    end = time.monotonic() + 15
+    while states() != wanted[name] and time.monotonic() < end:
+        time.sleep(0.1)
+    say(**{name: states()})
+
+t = torch.ones(4)
+dist.all_reduce(t)
+ring(t)
+try:
+    dist.all_reduce(t, op=dist.ReduceOp.BAND)
+except ValueError:
+    pass
+nccl_like.launch_kernel()
+dist.all_reduce(t)
+dist.broadcast(t, 0)
+come("before")
+nccl_like.end_kernels()
+come("after")
+took = [op.duration_ns for op in read_box(box).collectives if op.op == "broadcast"]
+say(timed=took[0] is not None)
+dist.destroy_process_group()
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def ranks(zygote: Zygote) -> Ranks:
@@ -309,3 +348,75 @@ def test_all_that_ran_is_known_to_be_complete(records):
         assert {(op.state, op.learned_how) for op in ran} == {
             (State.COMPLETED, LearnedHow.NATIVE_RECORDER)
         }, list(map(shown, ran))
+
+
+@pytest.fixture(scope="module")
+def hooked() -> dict[str, str]:
+    """What puts a rank on the backend with completion and abort hooks."""
+    if why_not := nccl_like.why_no_hooks():
+        pytest.skip(why_not)
+    return {
+        "NCCL_LIKE": "1",
+        "NCCL_LIKE_HOOKS": "1",
+        "TORCH_NCCL_ENABLE_TIMING": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300",
+        nccl_like.LIBRARY: str(nccl_like.build()),
+    }
+
+
+@NATIVE_FIRST
+def test_what_completion_hooks_tell(
+    ranks: Ranks, hooked: dict[str, str], engine_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """torch's own hooks fill the recorder that the Python engine reads; the native engine has a hook
+    of its own. What the backend rejects is neither in flight nor counted.
+    """
+    native = engine_environment["COMMLENS_ENGINE"] == "native"
+    batch = "coalesced completed native-recorder" if native else "coalesced unknown unknown"
+    first = ["all_reduce completed native-recorder", batch, "all_reduce failed return"]
+    last = ("all_reduce", "broadcast")
+    wanted = {
+        "before": first + [f"{op} issued native-recorder" for op in last],
+        "after": first + [f"{op} completed native-recorder" for op in last],
+    }
+    ended = ranks.run(
+        HOOKED,
+        tmp_path,
+        RECORD="1",
+        WANTED=json.dumps(wanted),
+        **hooked,
+        **engine_environment,
+    )
+    for found in said(ended):
+        assert found == {**wanted, "timed": native}
+
+
+def test_an_abort_hook_tells_that_the_watchdog_ends_the_process(
+    ranks: Ranks, hooked: dict[str, str], native_cache: Path, tmp_path: Path
+) -> None:
+    """It writes to the black box without the GIL, which the program holds here."""
+    program = (
+        BEGIN.replace("seconds=30", "seconds=2")
+        + """
+import ctypes
+nccl_like.launch_kernel()
+dist.all_reduce(torch.ones(4))
+ctypes.PyDLL(None).sleep(20)
+"""
+    )
+    ended = ranks.run(
+        program,
+        tmp_path,
+        RECORD="1",
+        expect=-signal.SIGABRT,
+        COMMLENS_ENGINE="native",
+        COMMLENS_NATIVE_DIR=str(native_cache),
+        TORCH_FR_DUMP_TEMP_FILE=str(tmp_path / "fr_"),
+        TORCH_INCLUDE_STACK_TRACE="0",
+        **hooked,
+    )
+    assert [end.returncode for end in ended] == [-signal.SIGABRT] * 2
+    for path in job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job"):
+        log = read_box(path)
+        [last] = log.collectives[-1:]
+        assert 1e9 < log.gave_up_ns - last.announced_ns < 19e9

@@ -87,13 +87,27 @@ def build() -> Path:
 
 def why_not() -> str:
     """Say why it cannot be used here; empty if it can."""
+    if _version() < (2, 8):
+        return "the emulation follows ProcessGroupNCCL of torch 2.8 and later"
+    if _version() >= (2, 15):
+        return "in torch 2.15, the emulation does not make operators wait for collectives yet"
+    return _why_not_built()
+
+
+def why_no_hooks() -> str:
+    """Say why its completion hooks cannot be used here; empty if they can. Operators need not wait."""
+    if _version() < (2, 15):
+        return "backends have completion hooks from torch 2.15 on"
+    return _why_not_built()
+
+
+def _version() -> tuple[int, ...]:
     import torch
 
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < (2, 8):
-        return "the emulation follows ProcessGroupNCCL of torch 2.8 and later"
-    if version >= (2, 15):
-        return "in torch 2.15, the emulation does not make operators wait for collectives yet"
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def _why_not_built() -> str:
     with _commlens():
         from commlens.errors import NativeEngineError
     try:
@@ -172,8 +186,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def _settings_from_environment(made: Any, version: str) -> None:
     old = tuple(int(part) for part in version.split(".")[:2]) < (2, 8)
+    has_hooks = os.environ.get("NCCL_LIKE_HOOKS") == "1"
+    made.set_completion_hooks(has_hooks)
     made.set_sync_returns_work(
-        os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old else "0") == "1"
+        os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old or has_hooks else "0") == "1"
     )
     made.set_eager(os.environ.get("NCCL_LIKE_EAGER") == "1")
     made.set_watchdogs_stuck(os.environ.get("NCCL_LIKE_STUCK_WATCHDOG") == "1")

@@ -88,7 +88,27 @@ class Backend : public c10d::Backend {
 
   uint64_t uid() const { return group_->local_id; }
   // Not all marked as overrides: torch before 2.8 does not have them.
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return has_completion_hooks.load() ? "nccl2" : "nccl"; }
+#ifdef NCCL_LIKE_HOOKS
+  bool supportsCompletionHooks() const override { return has_completion_hooks.load(); }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+    std::lock_guard<std::mutex> lock(group_->hooks_mutex);
+    group_->hooks[id] = std::move(hook);
+  }
+  void unregisterCompletionHook(int64_t id) override {
+    std::lock_guard<std::mutex> lock(group_->hooks_mutex);
+    group_->hooks.erase(id);
+  }
+  bool supportsAbortHooks() const override { return has_completion_hooks.load(); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    std::lock_guard<std::mutex> lock(group_->hooks_mutex);
+    group_->abort_hooks[id] = std::move(hook);
+  }
+  void unregisterAbortHook(int64_t id) override {
+    std::lock_guard<std::mutex> lock(group_->hooks_mutex);
+    group_->abort_hooks.erase(id);
+  }
+#endif
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
   void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
   bool supportsCoalescing() const { return true; }

@@ -25,6 +25,26 @@ struct GroupFacts {
   c10::intrusive_ptr<c10d::Store> global_store;
   Status status = std::make_shared<c10d::ProcessGroupStatus>();
 
+#ifdef NCCL_LIKE_HOOKS
+  std::mutex hooks_mutex;
+  std::map<int64_t, c10d::CompletionHook> hooks;
+  std::map<int64_t, c10d::AbortHook> abort_hooks;
+
+  void completed(const Operation& operation) {
+    std::lock_guard<std::mutex> lock(hooks_mutex);
+    std::optional<float> took;
+    if (operation.timing) took = std::chrono::duration<float, std::milli>(operation.end->at() - operation.start->at()).count();
+    for (const auto& hook : hooks) hook.second({operation.key, took});
+  }
+  void aborts() {
+    std::lock_guard<std::mutex> lock(hooks_mutex);
+    for (const auto& hook : abort_hooks) hook.second();
+  }
+#else
+  void completed(const Operation&) {}
+  void aborts() {}
+#endif
+
   std::string prefix() const {
     const bool described = !description.empty() && description != "undefined";
     return c10::str("[PG ID ", local_id, " PG GUID ", uid, described ? "(" + description + ")" : "", " Rank ", rank, "] ");
@@ -153,6 +173,7 @@ class Watchdog {
     status.lastCompletedNumelIn = operation->numel_in;
     status.lastCompletedNumelOut = operation->numel_out;
     retire(operation->entry);
+    group_->completed(*operation);
     return true;
   }
 
@@ -161,6 +182,7 @@ class Watchdog {
     log_error(c10::str(
         group_->prefix(), " failure detected by watchdog at work sequence id: ", operation->seq,
         " PG status: last enqueued work: ", group_->status->lastEnqueuedSeq, ", last completed work: ", group_->status->lastCompletedSeq));
+    group_->aborts();
     print_traceback(*operation);
     signal_dump();
     lock.unlock();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/version.h>
 
 #include "programs.hpp"
 #include "recorder.hpp"
@@ -9,6 +10,11 @@
 namespace nccl_like {
 
 inline std::atomic<int64_t> works_alive{0};
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+#define NCCL_LIKE_HOOKS 1
+#endif
+inline std::atomic<bool> has_completion_hooks{false};  // a test's setting: as nccl2, the backend "nccl" of torch 2.15
 
 // Printed as ProcessGroupNCCL.cpp does, with the rank that torch puts before it.
 inline void log_error(const std::string& text) { LOG_AT_FILE_LINE(ERROR, "ProcessGroupNCCL.cpp", 1) << text; }
@@ -18,6 +24,7 @@ struct Operation {
   int rank = 0;
   c10d::OpType type = c10d::OpType::UNKNOWN;
   uint64_t seq = 0;
+  const uint64_t key = next_key();
   bool is_p2p = false, is_barrier = false, blocking_wait = false;
   size_t numel_in = 0, numel_out = 0;
   Milliseconds timeout{0};
@@ -29,6 +36,11 @@ struct Operation {
   c10::intrusive_ptr<c10::ivalue::Future> result = c10::make_intrusive<c10::ivalue::Future>(c10::AnyEnumType::get());
   std::mutex mutex;
   std::exception_ptr error;
+
+  static uint64_t next_key() {
+    static std::atomic<uint64_t> last{0};
+    return last.fetch_add(1) + 1;
+  }
 
   const std::string& prefix() const {
     static const std::string text = c10::str("[Rank ", rank, "] ");
@@ -127,6 +139,9 @@ class WorkNCCL : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return operation_->result; }
   uint64_t getSequencenumber() const override { return operation_->seq; }
+#ifdef NCCL_LIKE_HOOKS
+  uint64_t getCompletionKey() const override { return operation_->key; }
+#endif
   float getDuration() const override {
     TORCH_CHECK(operation_->timing, "getDuration only works if timing was enabled");
     return std::chrono::duration<float, std::milli>(operation_->end->at() - operation_->start->at()).count();

@@ -16,7 +16,7 @@ from commlens.text import clean_json
 # largest box in bytes; a header that claims more is rejected
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
-_LIVE: Final = struct.Struct("<20Q")  # from HEARTBEAT_MONO to WORLD
+_LIVE: Final = struct.Struct("<21Q")  # from HEARTBEAT_MONO to GAVE_UP
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -55,6 +55,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     expecting: int  # blob
     hazards: int  # blob
     world: int  # blob
+    gave_up_mono_ns: int
     exception: int  # blob
     main_stack_since_mono_ns: int
     setup: int  # blob
@@ -212,6 +213,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         expires,
         hazards,
         world,
+        gave_up,
     ) = (min(word, INT_MAX) for word in words)
     # Damaged words that would make a wait older than the box.
     oldest_since, main_since = (
@@ -257,4 +259,5 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         expires_mono_ns=expires,
         hazards=hazards,
         world=world,
+        gave_up_mono_ns=gave_up,
     )

@@ -54,6 +54,8 @@ SETUP_SINCE: Final = 384
 EXPIRES: Final = 392
 HAZARDS: Final = 400  # blob {"k": "hazards"}: latent faults, written at the end; 0: none
 WORLD: Final = 408  # blob {"k": "text"}: the name that commlens.world gave; 0: none
+# when the watchdog of a backend with abort hooks last gave an op up, CLOCK_MONOTONIC ns; 0: never
+GAVE_UP: Final = 416
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

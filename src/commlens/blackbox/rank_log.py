@@ -236,6 +236,7 @@ class BoxReader:
             hazards=self._hazards(),
             initialised=status.initialised,
             timeout_s=status.timeout_s,
+            gave_up_ns=status.gave_up_mono_ns and status.gave_up_mono_ns + self.unix_offset,
             stall_timeout_s=about_number(about, "stall_timeout"),
             coverage=_texts(about.get("coverage", [])),
             source=self.name,

@@ -103,6 +103,8 @@ class DeviceQueues:
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[LiveChannel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
+        # those that the backend's completion hook has not told of, oldest first
+        self._hooked: list[Token] = []
         # not while a job makes its groups: torch's status is read without its lock
         self._asked_ns = time.monotonic_ns()
         # when asked on a system where a stall may be asked about only once: newest_ns
@@ -133,7 +135,9 @@ class DeviceQueues:
 
     def _sort_in(self, token: Token) -> None:
         channel = token.args.channel
-        if token.result is not None:
+        if token.hooked is not None:
+            self._hooked.append(token)
+        elif token.result is not None:
             self._messages.append(token)
         elif token.backend_number > 0 and (channel.backend.uid or channel.backend.recorder):
             queue = self._queues.get(channel)
@@ -146,6 +150,7 @@ class DeviceQueues:
         while self._added:
             self._sort_in(self._added.popleft())
         self._look_at_messages()
+        self._look_at_hooked(now)
         if not self._is_due(now):
             return
         self._asked_ns = now
@@ -172,12 +177,15 @@ class DeviceQueues:
         """Return the oldest collective that torch's recorder reports as in flight."""
         heads = [queue.oldest() for queue in self._queues.values()]
         heads.append(next((token for token in self._messages if token.waiting), None))
+        heads.append(next((token for token in self._hooked if token.waiting), None))
         return min(filter(None, heads), key=lambda token: token.index, default=None)
 
     def waits_since(self, token: Token) -> int:
         """Return since when the device may have waited in a collective: it was issued, and the one
         before had completed.
         """
+        if token.hooked is not None:
+            return max(token.since, int(token.hooked.progress_ns))
         queue = self._queues.get(token.args.channel)
         return max(
             token.since, queue.progress_ns if queue is not None and token.result is None else 0
@@ -188,6 +196,7 @@ class DeviceQueues:
         self._added.clear()
         self._queues.clear()
         self._messages.clear()
+        self._hooked.clear()
 
     # --- when to ask
 
@@ -298,6 +307,22 @@ class DeviceQueues:
             token.waiting = True
             token.known_how = how
             self._tracker.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, how)
+
+    def _look_at_hooked(self, now: int) -> None:
+        """Mark what has been in flight for so long that the completion hook, which may come a
+        second late, would have told. The hook itself marks what completed.
+        """
+        still_open: list[Token] = []
+        for token in self._hooked:
+            if token.hooked.done_ns or self._tracker.overwritten(token.index):
+                continue
+            if now - token.since >= QUIET_NS:
+                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+                if token.hooked.done_ns:  # meanwhile: what is in flight may have overwritten that
+                    self._tracker.done(token, L.HOW_NATIVE_RECORDER, int(token.hooked.done_ns))
+                    continue
+            still_open.append(token)
+        self._hooked = still_open
 
     def _look_at_messages(self) -> None:
         """Poll the results of messages, which torch's watchdog thread sets without a query of

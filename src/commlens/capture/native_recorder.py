@@ -303,7 +303,9 @@ class NativeRecorder(Recorder):
                 native.index, native.offset, native.args, native.since, native.thread, native.number
             )
             token.backend_number = native.backend_number
-            if native.has_result:
+            if native.is_hooked:
+                token.hooked = native
+            elif native.has_result:
                 token.result = native.result
             self.device_queues.add(token)
 

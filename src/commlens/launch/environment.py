@@ -217,7 +217,7 @@ def _torch_recorder(report: Report) -> str:
 
 _COMPLETION: Final = {
     "call": "its call or its Work tells",
-    "hooks": "the entries of torch's recorder tell, which torch's hooks mark",
+    "hooks": "its completion hooks tell the native engine, torch's recorder the Python engine",
     "status": "the status of each group in torch's recorder tells",
     "unknown": "nothing tells",
 }

@@ -232,6 +232,8 @@ class RankLog(msgspec.Struct):
     hazards: list[Hazard] = []  # latent faults, which its process found at its end
     initialised: bool = False  # init_process_group has returned
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
+    # when the watchdog of a backend last gave an op up, as its abort hook told; 0: never or unknown
+    gave_up_ns: int = 0
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)
     coverage: list[str] = []  # what the tap cannot see in this process

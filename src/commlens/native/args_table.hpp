@@ -29,7 +29,7 @@ inline ArgsPtr from_python(const py::object& described) {
 
 class ArgsTable {
  public:
-  ArgsTable(const Box& box, const Host& host) : box_(box), host_(host) {}
+  ArgsTable(Box& box, const Host& host) : box_(box), host_(host) {}
 
   ArgsPtr find(const OpSpec& spec, Arguments arguments) {
     thread_local Words key;
@@ -119,6 +119,7 @@ class ArgsTable {
     const bool runs_ahead = channel.attr("runs_ahead").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
     const bool tells_results = channel.attr("backend").attr("tells_results").cast<bool>();
     c10d::Backend* const backend = runs_ahead ? backend_of(*process_group, channel.attr("device").cast<std::string>()) : nullptr;
+    const auto hooks = backend ? hooks_of(*backend, channel.ptr()) : nullptr;
     WordTable<ArgsPtr> old;
     std::lock_guard<std::mutex> lock(mutex_);
     auto& ours = channels_[channel.ptr()];
@@ -128,6 +129,7 @@ class ArgsTable {
       ours->runs_ahead = runs_ahead;
       ours->tells_results = tells_results;
       ours->backend = backend;
+      ours->hooks = hooks;
     }
     args->channel = ours.get();
     args->number = args->point_to_point ? &ours->pairs[{args->peer, sends, false, 0}] : &ours->numbers;
@@ -142,6 +144,16 @@ class ArgsTable {
     return args;
   }
 
+  // Of a channel's first op: attached before it is issued.
+  std::shared_ptr<CompletionHooks> hooks_of(c10d::Backend& backend, PyObject* channel) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (channels_.count(channel)) return nullptr;
+    }
+    NoGil no_gil;  // the backend's lock may be held by a thread that wants the GIL
+    return CompletionHooks::attach(backend, box_);
+  }
+
   static c10d::Backend* backend_of(c10d::ProcessGroup& process_group, const std::string& device) {
     try {
       return process_group.getBackend(c10::Device(device).type()).get();
@@ -150,7 +162,7 @@ class ArgsTable {
     }
   }
 
-  const Box& box_;
+  Box& box_;
   const Host& host_;
   // A thread that holds it takes no GIL and drops no Python object.
   std::mutex mutex_;

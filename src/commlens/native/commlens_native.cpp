@@ -78,14 +78,15 @@ py::dict layout() {
   py::dict values;
 #define COMMLENS_LAYOUT(name) values[#name] = static_cast<uint64_t>(name)
   COMMLENS_LAYOUT(HEADER_SIZE); COMMLENS_LAYOUT(RECORD_SIZE); COMMLENS_LAYOUT(RECORD_CRC_AT);
-  COMMLENS_LAYOUT(NEXT_INDEX); COMMLENS_LAYOUT(SIDE_HEAD); COMMLENS_LAYOUT(STEPS); COMMLENS_LAYOUT(LOST);
+  COMMLENS_LAYOUT(NEXT_INDEX); COMMLENS_LAYOUT(SIDE_HEAD); COMMLENS_LAYOUT(STEPS); COMMLENS_LAYOUT(LOST); COMMLENS_LAYOUT(GAVE_UP);
   COMMLENS_LAYOUT(FLAG_COALESCED_MEMBER); COMMLENS_LAYOUT(FLAG_COALESCED_END); COMMLENS_LAYOUT(FLAG_CONCURRENT);
   COMMLENS_LAYOUT(FLAG_ENTERED); COMMLENS_LAYOUT(FLAG_ANY_SOURCE); COMMLENS_LAYOUT(FLAG_CAPTURE);
   COMMLENS_LAYOUT(TICK_NS); COMMLENS_LAYOUT(ENTERED); COMMLENS_LAYOUT(RETURNED); COMMLENS_LAYOUT(WAIT_BEGAN);
   COMMLENS_LAYOUT(WAIT_ENDED); COMMLENS_LAYOUT(DONE); COMMLENS_LAYOUT(OUTCOME); COMMLENS_LAYOUT(REDUCE_OP); COMMLENS_LAYOUT(SOURCE);
   COMMLENS_LAYOUT(DURATION); COMMLENS_LAYOUT(TAG_MASK);
   COMMLENS_LAYOUT(OUTCOME_NONE); COMMLENS_LAYOUT(OUTCOME_COMPLETED); COMMLENS_LAYOUT(OUTCOME_UNKNOWN);
-  COMMLENS_LAYOUT(HOW_NOT_YET); COMMLENS_LAYOUT(HOW_RETURN); COMMLENS_LAYOUT(HOW_WAIT); COMMLENS_LAYOUT(HOW_POLL); COMMLENS_LAYOUT(HOW_UNKNOWN);
+  COMMLENS_LAYOUT(HOW_NOT_YET); COMMLENS_LAYOUT(HOW_RETURN); COMMLENS_LAYOUT(HOW_WAIT); COMMLENS_LAYOUT(HOW_POLL);
+  COMMLENS_LAYOUT(HOW_NATIVE_RECORDER); COMMLENS_LAYOUT(HOW_UNKNOWN);
   COMMLENS_LAYOUT(BLOB_ALIGN); COMMLENS_LAYOUT(BLOB_MAX);
 #undef COMMLENS_LAYOUT
   return values;
@@ -138,6 +139,11 @@ PYBIND11_MODULE(commlens_native, module) {
       .def_readonly("backend_number", &Token::backend_number)
       .def_readonly("captured", &Token::captured)
       .def_property_readonly("has_result", [](const Token& token) { return static_cast<bool>(token.result); })
+      .def_property_readonly("is_hooked", [](const Token& token) { return static_cast<bool>(token.flight); })
+      .def_property_readonly("done_ns", [](const Token& token) { return token.flight ? token.flight->done.load() : 0; },
+                             "When its backend's completion hook told that it completed; 0 while it has not.")
+      .def_property_readonly("progress_ns", [](const Token& token) { return token.flight ? token.args->channel->hooks->progress() : 0; },
+                             "When an op of its backend last completed, as the completion hook told; 0 for never.")
       .def("result", [](const Token& token) -> py::object {
         if (!token.result || !token.result->completed() || token.result->hasError()) return py::none();
         const c10::IValue value = token.result->value();

@@ -119,10 +119,16 @@ class Completion {
   void handled(const c10d::Work* work) { unwaited_.handled(work); }
   std::unordered_map<uint64_t, uint64_t> unwaited() { return unwaited_.found(); }
 
-  // Removes and returns the collectives that were enqueued on a device, about which Python asks torch's recorder.
+  // Removes the collectives that were enqueued on a device, and returns those that are not known to be complete: Python asks about them.
   std::deque<TokenPtr> take_enqueued() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(enqueued_, {});
+    std::deque<TokenPtr> taken, open;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      taken.swap(enqueued_);
+    }
+    for (auto& token : taken)
+      if (!token->flight || !token->flight->done.load()) open.push_back(std::move(token));
+    return open;
   }
 
   // How many Works are held and outputs remembered.
@@ -144,14 +150,16 @@ class Completion {
   static constexpr uint64_t HOLD_WEAKLY_AFTER_NS = 200000000;
   static constexpr size_t ENQUEUED_MAX = 16384;  // between two looks of the watchdog thread
 
-  // Leaves it to torch's recorder to tell when the device is done: no Work is held, since it would keep tensors alive, and none is polled,
-  // since that queries an event.
+  // Leaves it to the backend's completion hook, or to torch's recorder, to tell when the device is done: no Work is held, since it would
+  // keep tensors alive, and none is polled, since that queries an event.
   void enqueued(const TokenPtr& token, c10d::Work* work) {
     mark_unknown(*token);
     const Channel& channel = *token->args->channel;
     try {
       if (token->captured)
         ;  // it does not run
+      else if (channel.hooks && work)
+        token->flight = channel.hooks->issued(*work, token->index, token->offset, token->since);
       else if (token->number && !token->args->point_to_point)
         token->backend_number = channel.backend ? channel.backend->getSequenceNumberForGroup() : 0;
       else if (work && channel.tells_results)

@@ -14,6 +14,7 @@ constexpr uint64_t RECORD_CRC_AT = 96;
 constexpr uint64_t NEXT_INDEX = 272;
 constexpr uint64_t SIDE_HEAD = 280;
 constexpr uint64_t STEPS = 296;
+constexpr uint64_t GAVE_UP = 416;
 constexpr uint64_t LOST = 320;
 
 // records: flags
@@ -44,6 +45,7 @@ constexpr uint64_t HOW_NOT_YET = 0;
 constexpr uint64_t HOW_RETURN = 1;
 constexpr uint64_t HOW_WAIT = 2;
 constexpr uint64_t HOW_POLL = 3;
+constexpr uint64_t HOW_NATIVE_RECORDER = 4;
 constexpr uint64_t HOW_UNKNOWN = 5;
 
 // side table

@@ -29,6 +29,7 @@ struct Token {
   std::vector<const void*> pointers;
   uint64_t backend_number = 0;  // the backend's own number of a collective that runs on a device; 0 for none
   c10::intrusive_ptr<c10::ivalue::Future> result;  // how a message on a device ended, as torch's watchdog thread sets it; holds no tensors
+  FlightPtr flight;  // if its backend has completion hooks
   WorkPtr work;   // while it is held
   PyRef watched;  // after that: a weak reference to its Python object
   Announced announced;  // to the peers, if it is verified by plan

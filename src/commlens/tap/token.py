@@ -27,6 +27,8 @@ class Token:
     backend_number = 0  # the backend's own number of a collective that runs on a device; 0: none
     # reads how a message on a device ended; None while it has not
     result: Callable[[], int | None] | None = None
+    # the C++ token of a collective whose backend calls a completion hook: done_ns and progress_ns
+    hooked: Any = None
     known_how = 0  # how it was last learned that it is in flight on a device
     # slot and number of the verifier's announcement on its board
     announced: tuple[int, int] | None = None

@@ -34,6 +34,7 @@ def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
     token: Any = SimpleNamespace(
         args=SimpleNamespace(channel=channel, op="all_reduce"),
         result=None,
+        hooked=None,
         backend_number=1,
         since=NOW_NS,
         waiting=False,
@@ -172,6 +173,7 @@ class Hooked:
         return SimpleNamespace(
             args=SimpleNamespace(channel=channel, op=op),
             result=None,
+            hooked=None,
             backend_number=at + 1,
             since=self.now - (count - at + 2) * 10**9,
             waiting=False,
@@ -239,3 +241,28 @@ def test_a_group_that_issues_now_is_not_judged(monkeypatch: pytest.MonkeyPatch) 
     job.channel.busy = 0
     job.queues._asked_ns = 0
     assert job.look() == "open" and job.queues.oldest() is job.tokens[0]
+
+
+def test_what_a_completion_hook_has_not_told_is_in_flight_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hook may come a second late, and marks what completed itself."""
+    job = Hooked(monkeypatch, "all_reduce all_reduce all_reduce", [])
+    first, second, third = job.tokens
+    overwritten: list[int] = []
+    job.queues._tracker.overwritten = lambda index: index in overwritten
+    for token in job.tokens:
+        token.hooked = SimpleNamespace(done_ns=0, progress_ns=third.since)
+    first.hooked.done_ns = job.now
+    third.since = job.now - 10**9
+    assert job.look() == "unknown open unknown"
+    assert job.queues.oldest() is second
+    assert job.queues.waits_since(second) == second.hooked.progress_ns
+    job.now += 10**10
+    assert job.look() == "unknown open open"
+    second.hooked.done_ns = job.now
+    job.queues.look(job.now)
+    assert job.queues.oldest() is third
+    overwritten.append(third.index)
+    job.queues.look(job.now)
+    assert job.queues.oldest() is None

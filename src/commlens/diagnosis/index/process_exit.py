@@ -51,6 +51,8 @@ because a collective took longer than its timeout. ``died``: of any other signal
 
 CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 """Signals by which a process ends because of an error in it."""
+# after its abort hooks: torch's own writes a dump, in 15 s, or once more without stacks
+_ABORTS_WITHIN_NS = 60_000_000_000
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _SAME_MOMENT_NS = 600_000_000
 
@@ -226,10 +228,12 @@ def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
 
 
 def _waited_out(log: RankLog, until_ns: int) -> bool:
-    """Return whether the rank's device had waited for almost the group's timeout, at which torch's
-    watchdog aborts the process: for the oldest collective in flight, or for the last one if
-    nothing tells whether that completed.
+    """Return whether torch's watchdog aborted the process: its abort hook told so just before, or
+    the rank's device had waited for almost the group's timeout, for the oldest collective in
+    flight, or for the last one if nothing tells whether that completed.
     """
+    if log.gave_up_ns and until_ns - log.gave_up_ns <= _ABORTS_WITHIN_NS:
+        return True
     ahead = [op for op in log.collectives if op.channel.runs_ahead]
     awaited = [op for op in ahead if op.in_flight] or [
         op for op in ahead[-1:] if op.state is State.UNKNOWN

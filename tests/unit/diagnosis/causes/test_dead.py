@@ -16,11 +16,17 @@ SLEEP = Stay(57, "load_batch")
 
 
 @pytest.mark.parametrize(
-    ("device", "waited_s", "kind", "culprits"),
-    [("cuda", 600, "missing", [1]), ("cuda", 300, "dead", [2]), ("cpu", 600, "dead", [2])],
+    ("device", "waited_s", "gave_up_s", "kind", "culprits"),
+    [
+        ("cuda", 600, 0, "missing", [1]),
+        ("cuda", 300, 0, "dead", [2]),
+        ("cpu", 600, 0, "dead", [2]),
+        ("cuda", 300, 285, "missing", [1]),  # its abort hook told, 15 seconds before
+        ("cuda", 300, 10, "dead", [2]),  # an earlier abort, which the process outlived
+    ],
 )
 def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
-    device: str, waited_s: int, kind: str, culprits: list[int]
+    device: str, waited_s: int, gave_up_s: int, kind: str, culprits: list[int]
 ) -> None:
     logs = Job(4).run(training(at(1, 5, Stay(40, "load_batch")))).logs()
     for log in logs:
@@ -32,6 +38,8 @@ def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
         log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=ended + S)
         if log.rank == 2:
             log.observation = Observation(End.KILLED, signal="SIGABRT", ended_ns=ended + S // 2)
+            if gave_up_s:
+                log.gave_up_ns = ended - (waited_s - gave_up_s) * S
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == (kind, culprits)
 

@@ -1,0 +1,122 @@
+// Completion hooks (torch 2.15 and later): the backend itself tells when an op is complete, by the key of the op's Work, without a query of
+// the device by us. It tells nothing of an op that failed. Its abort hooks tell when its watchdog gives an op up.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "box.hpp"
+#include "clock.hpp"
+
+namespace commlens {
+
+// An op of such a backend. It holds no Work and no Python object: the backend's thread may drop it, without the GIL.
+struct Flight {
+  Flight(uint64_t index, uint64_t offset, uint64_t since) : index(index), offset(offset), since(since) {}
+  const uint64_t index, offset, since;
+  std::atomic<uint64_t> done{0};  // when it completed; 0: not yet
+};
+
+using FlightPtr = std::shared_ptr<Flight>;
+
+// The ops in flight of one backend. The box, as the engine that has it, is never freed.
+class CompletionHooks {
+ public:
+  explicit CompletionHooks(Box& box) : box_(box) {}
+
+  // Null if the backend has no completion hooks. Before the first op is issued, and without locks of ours.
+  template <class Backend>
+  static std::shared_ptr<CompletionHooks> attach(Backend& backend, Box& box) {
+    auto hooks = std::make_shared<CompletionHooks>(box);
+    return attach_to(backend, hooks) ? hooks : nullptr;
+  }
+
+  // The backend's call returned this Work. Null if it has no key.
+  template <class Work>
+  FlightPtr issued(const Work& work, uint64_t index, uint64_t offset, uint64_t since) {
+    const auto key = key_of(work);
+    if (!key) return nullptr;
+    auto flight = std::make_shared<Flight>(index, offset, since);
+    uint64_t done = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      // It may have completed before its call returned. An earlier one with this key belongs to another Work: keys may be addresses.
+      for (const auto& early : early_)
+        if (early.first == *key && early.second >= since) done = early.second;
+      if (!done) in_flight_[*key] = flight;
+    }
+    if (done) finish(*flight, done);
+    return flight;
+  }
+
+  uint64_t progress() const { return progress_.load(std::memory_order_relaxed); }  // when an op last completed
+
+ private:
+  static constexpr size_t EARLY_MAX = 1024;
+  static constexpr int64_t HOOK_ID = 0x636f6d6d6c656e;  // far from the small ids that programs choose
+
+  template <class Backend>
+  static auto attach_to(Backend& backend, const std::shared_ptr<CompletionHooks>& hooks) -> decltype(backend.supportsCompletionHooks()) {
+    if (!backend.supportsCompletionHooks()) return false;
+    static std::atomic<int64_t> next_id{HOOK_ID};
+    backend.registerCompletionHook(next_id.fetch_add(1), [hooks](const auto& args) { hooks->completed(args.completionKey, args.duration_ms); });
+    // Just before the backend's watchdog aborts the process. More than once is no harm.
+    if (backend.supportsAbortHooks()) backend.registerAbortHook(next_id.fetch_add(1), [hooks] { hooks->box_.word(GAVE_UP, now_ns()); });
+    return true;
+  }
+  template <class... Others>
+  static bool attach_to(const Others&...) {
+    return false;
+  }
+
+  template <class Work>
+  static auto key_of(const Work& work) -> decltype(std::optional<uint64_t>(work.getCompletionKey())) {
+    return work.getCompletionKey();
+  }
+  template <class... Others>
+  static std::optional<uint64_t> key_of(const Others&...) {
+    return std::nullopt;
+  }
+
+  // In the backend's watchdog thread, or in one that issues an op, perhaps with locks of the backend.
+  void completed(uint64_t key, std::optional<float> duration_ms) noexcept {
+    const uint64_t now = now_ns();
+    FlightPtr flight;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      progress_.store(now, std::memory_order_relaxed);
+      const auto found = in_flight_.find(key);
+      if (found == in_flight_.end()) {
+        early_.emplace_back(key, now);
+        if (early_.size() > EARLY_MAX) early_.pop_front();
+        return;
+      }
+      flight = std::move(found->second);
+      in_flight_.erase(found);
+    }
+    if (duration_ms && *duration_ms >= 0)
+      box_.mark_value(flight->offset, DURATION, flight->index, static_cast<uint64_t>(*duration_ms * 1e6f) / TICK_NS);
+    finish(*flight, now);
+  }
+
+  void finish(Flight& flight, uint64_t now) {
+    box_.mark(flight.offset, DONE, flight.index, now);
+    box_.mark_outcome(flight.offset, flight.index, OUTCOME_COMPLETED, HOW_NATIVE_RECORDER);
+    flight.done.store(now, std::memory_order_release);
+  }
+
+  Box& box_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, FlightPtr> in_flight_;     // by the key of its Work
+  std::deque<std::pair<uint64_t, uint64_t>> early_;       // keys that completed and were not known, and when
+  std::atomic<uint64_t> progress_{0};
+};
+
+}  // namespace commlens
