@@ -18,9 +18,9 @@ from commlens.matching.error_texts import (
     is_peer_error,
     is_refusal,
 )
-from commlens.matching.errors import is_own_error, names_backend
+from commlens.matching.errors import is_own_error, known_error, names_backend
 from commlens.model.cause import ExitKind, Why
-from commlens.model.collective import Frame, State, user_frame
+from commlens.model.collective import Collective, Frame, State, user_frame
 from commlens.model.ranklog import LATE_KILL_NS, STOP_SIGNALS, End, RankLog
 from commlens.text import signal_name
 
@@ -55,6 +55,7 @@ CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRA
 _ABORTS_WITHIN_NS = 60_000_000_000
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _SAME_MOMENT_NS = 600_000_000
+_OF_WRAPPERS = ("AssertionError", "RuntimeError", "TimeoutError")
 
 # the place in torch's source, the advice to set NCCL_DEBUG, and NCCL's version
 _NCCL_ERROR = re.compile(r"NCCL error in: (?:\S+:\d+, )?")
@@ -174,15 +175,26 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     follows = _consequence_of(log, exception)
     unspecific = follows == "unspecific" and of_torch
     from_peer = follows is not None and not unspecific
-    peer = from_peer and (of_torch or is_peer_error(_last_failure(log)))
     return ended(
-        "peer" if peer else "own",
+        "peer" if _follows_peer(log, name, may=from_peer, of_torch=of_torch) else "own",
         "exception",
         how="raised",
         error=_short(log.told_error),
         suggests_mismatch=is_mismatch_error(exception),
         unspecific=unspecific,
     )
+
+
+def _follows_peer(log: RankLog, name: str, *, may: bool, of_torch: bool) -> bool:
+    """Return whether an exception follows from another rank's fault: its text may say so, and torch
+    raised it or a collective had failed; or that collective failed in the same step, and a wrapper,
+    as torchft's, kept the failure to itself.
+    """
+    failed = _last_failed(log)
+    if failed is None or not is_peer_error(failed.error):
+        return may and of_torch
+    of_wrapper = name in _OF_WRAPPERS and known_error(log.told_error) is None
+    return may or (of_wrapper and failed.step == log.steps)
 
 
 def _consequence_of(log: RankLog, exception: str) -> Consequence | None:
@@ -247,12 +259,14 @@ def _last_failure(log: RankLog) -> str | None:
     """Return the error of the last failed collective, unless a later one completed; empty if
     its text is unknown.
     """
-    for op in reversed(log.collectives):
-        if op.state is State.FAILED:
-            return op.error or ""
-        if op.state is State.COMPLETED:
-            return None
-    return None
+    failed = _last_failed(log)
+    return None if failed is None else failed.error or ""
+
+
+def _last_failed(log: RankLog) -> Collective | None:
+    ended = (op for op in reversed(log.collectives) if op.state in (State.FAILED, State.COMPLETED))
+    last = next(ended, None)
+    return last if last is not None and last.state is State.FAILED else None
 
 
 def _short(text: str | None) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from builders import Job, S, Step, all_reduce
+from builders import Job, S, Stay, Step, all_reduce
 from goldens import hold
 from judging import judge
 
-from commlens.model.collective import State
-from commlens.model.ranklog import End, Observation
+from commlens.model.collective import Frame, State
+from commlens.model.ranklog import End, Observation, RankLog
 
 
 @pytest.mark.parametrize("ended", [3, 2], ids=["all", "but one"])
@@ -92,3 +92,41 @@ def test_ranks_that_ctrl_c_ends_in_a_wait_were_waiting() -> None:
         log.collectives[-1].state, log.collectives[-1].error = State.FAILED, "KeyboardInterrupt:"
         log.exception = "KeyboardInterrupt"
     assert judge(logs).culprits == [3]
+
+
+def of_a_wrapper(*, later_step: bool = False, error: str = "AssertionError") -> list[RankLog]:
+    """Rank 1 comes late; rank 0 has timed out, a wrapper kept that to itself and asserts."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if (rank, i) == (1, 5):
+                yield Stay(25, "wait_for_batch")
+            yield all_reduce(job.world, line=40)
+            yield Step()
+
+    job = Job(2).run(program)
+    logs = job.logs()
+    failed = logs[0].collectives[-1]
+    failed.state, failed.error = State.FAILED, "Timed out waiting 12000ms for recv operation"
+    logs[0].steps += later_step
+    logs[0].exception = error
+    logs[0].exception_stack = (Frame("/lib/torchft/ddp.py", 76, "_comm_hook"),)
+    logs[0].observation = Observation(End.FAILED, 1, ended_ns=job.now)
+    return logs
+
+
+def test_what_a_wrapper_raises_after_a_failed_collective_is_a_consequence() -> None:
+    found = judge(of_a_wrapper())
+    assert (found.kind, found.culprits) == ("missing", [1])
+    hold("missing/a-wrapper-raises", found)
+
+
+@pytest.mark.parametrize(
+    ("later_step", "error"),
+    [(True, "AssertionError"), (False, "torch.OutOfMemoryError: CUDA out of memory.")],
+)
+def test_an_error_of_its_own_after_a_failed_collective_is_a_cause(
+    later_step: bool, error: str
+) -> None:
+    found = judge(of_a_wrapper(later_step=later_step, error=error))
+    assert (found.kind, found.culprits) == ("dead", [0])
