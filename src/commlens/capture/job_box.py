@@ -131,7 +131,7 @@ def make_box(
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name)
+                    about=_header_json(job_dir.name)
                     | {
                         "stall_timeout": settings.stall_ceiling_s,
                         "world": settings.world or _known_world(),
@@ -241,7 +241,7 @@ def _age_s() -> float:
         return 0.0
 
 
-def _about(job: str) -> dict[str, Any]:
+def _header_json(job: str) -> dict[str, Any]:
     """Return the JSON object of the box's header."""
     import torch
 

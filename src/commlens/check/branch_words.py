@@ -57,7 +57,7 @@ def _condition(explored: Explored, unanswered: Sequence[BranchLine]) -> str:
     if explored.choices and explored.checked.verdict.kind != "healthy":
         return f" if {_answers(explored.deciding)}" if explored.deciding else ""
     if len(explored.tried) > 1:
-        return f", {_tried(explored)}"
+        return f", {_places_tried(explored)}"
     return " on the branches taken" if any(each.certain for each in unanswered) else ""
 
 
@@ -87,7 +87,7 @@ def _ranks(classes: Classes) -> str:
     )
 
 
-def _tried(explored: Explored) -> str:
+def _places_tried(explored: Explored) -> str:
     places = list(dict.fromkeys(f"{each.file}:{each.line}" for each in explored.choices))
     some = len(explored.tried) < explored.combinations
     return (

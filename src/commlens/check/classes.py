@@ -71,16 +71,16 @@ class _Search:
         self._fixed: dict[int, frozenset[int]] = {}
 
     def result(self, also: Iterable[int]) -> Classes:
-        self._more({0, self._size - 1, *also})
-        self._more(self._roots())
-        self._more(self._first_choice())
+        self._run_and_classify({0, self._size - 1, *also})
+        self._run_and_classify(self._roots())
+        self._run_and_classify(self._first_choice())
         drawn, surprising = 0, list[int]()
         for _ in range(_ROUNDS):
             self._find_borders()
             others = [rank for rank in range(self._size) if rank not in self._ran]
             sample = self._random.sample(others, min(_DRAWN, len(others)))
-            taken = {rank: self._like(rank) for rank in sample}
-            self._more(sample)
+            taken = {rank: self._most_similar_rank(rank) for rank in sample}
+            self._run_and_classify(sample)
             surprising = [
                 rank for rank, like in taken.items() if self._class_of[rank] != self._class_of[like]
             ]
@@ -120,14 +120,14 @@ class _Search:
         is known; and a rank for each combination of positions.
         """
         while len(self._ran) < _RUNS:
-            between = set(self._between())
+            between = set(self._ranks_between_classes())
             if not between:
                 between = set(self._without_a_model())
             if not between:
                 return
-            self._more(sorted(between)[: _RUNS - len(self._ran)])
+            self._run_and_classify(sorted(between)[: _RUNS - len(self._ran)])
 
-    def _between(self) -> Iterator[int]:
+    def _ranks_between_classes(self) -> Iterator[int]:
         """Yield a rank between two neighbours of different classes along each dimension. Along
         nodes and the world, ranks at the same places of the inner meshes are neighbours: where the
         two ranks of tensor parallelism differ, every rank differs from the next one.
@@ -167,7 +167,7 @@ class _Search:
                 known.add(kind)
                 yield rank
 
-    def _more(self, ranks: Iterable[int]) -> None:
+    def _run_and_classify(self, ranks: Iterable[int]) -> None:
         """Run ranks, and find their classes."""
         wanted = sorted({*self._ran, *ranks})
         before = self._ran
@@ -228,7 +228,7 @@ class _Search:
             self._places[dimension, place] = found
         return found
 
-    def _like(self, rank: int) -> int:
+    def _most_similar_rank(self, rank: int) -> int:
         """Return the rank, of those that were run, which a rank resembles most."""
         kind = self._kind(rank)
 
@@ -239,11 +239,13 @@ class _Search:
         return min(self._ran, key=unlikeness)
 
     def _all(self, drawn: int, surprising: list[int]) -> Classes:
-        self._more([rank for rank in range(self._size) if self._predict(rank) is None][:_RUNS])
+        self._run_and_classify(
+            [rank for rank in range(self._size) if self._predict(rank) is None][:_RUNS]
+        )
         sequences: dict[int, RankSequence] = {}
         classes: list[list[int]] = [[] for _ in self._members]
         for rank in range(self._size):
-            like = rank if rank in self._ran else self._like(rank)
+            like = rank if rank in self._ran else self._most_similar_rank(rank)
             predicted = self._predict(rank)
             if predicted is None:
                 predicted = RankSequence(rank, self._size, problem="it was not run")
@@ -255,7 +257,7 @@ class _Search:
     def _predict(self, rank: int) -> RankSequence | None:
         if rank in self._ran:
             return self._ran[rank]
-        like = self._like(rank)
+        like = self._most_similar_rank(rank)
         number = self._class_of[like]
         if number not in self._fixed:
             members = self._members[number]

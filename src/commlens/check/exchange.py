@@ -129,7 +129,7 @@ class CheckExchange(tap.Subscriber):
         ranks = tuple(group.ranks)
         sources, receiver = self._ends(spec, arguments, ranks)
         line = (group.name, ranks, *(sources if receiver is not None else ()), receiver)
-        number, how = self._place(line, spec, arguments)
+        number, how = self._number_of_call(line, spec, arguments)
         given = self._small_tensor(spec, arguments)
         if (
             given is None
@@ -194,13 +194,13 @@ class CheckExchange(tap.Subscriber):
         if spec.name == "recv_any_source_":
             self._receives_from_any.add(ranks)
         if spec.name in ("send", "recv_"):
-            other = _at(ranks, arguments[spec.peer])
+            other = _rank_at(ranks, arguments[spec.peer])
             return ((self._rank,), other) if spec.name == "send" else ((other,), self._rank)
         if spec.name == "broadcast_":
-            return (_at(ranks, arguments[spec.root]),), None
+            return (_rank_at(ranks, arguments[spec.root]),), None
         return ranks, None
 
-    def _place(
+    def _number_of_call(
         self, line: tuple[Any, ...], spec: tap.OpSpec, arguments: tuple[Any, ...]
     ) -> tuple[int, tuple[Any, ...]]:
         """Return the number of a call on its line: those of a group, or between two ranks. And what
@@ -218,7 +218,7 @@ class CheckExchange(tap.Subscriber):
 
     def _small_tensor(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> torch.Tensor | None:
         """Return the tensor that a rank gives, or into which it gets one, if that can be kept."""
-        tensor = _only(arguments[_INPUTS[spec.name]]) if spec.name in _INPUTS else None
+        tensor = _single_tensor(arguments[_INPUTS[spec.name]]) if spec.name in _INPUTS else None
         if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
             return None
         is_small = tensor.dtype in TYPES and tensor.numel() <= NUMBERS_MAX
@@ -226,12 +226,12 @@ class CheckExchange(tap.Subscriber):
         return tensor if is_small and plain and not _called_by_torch() else None
 
 
-def _at(ranks: Ranks, place: Any) -> int:
+def _rank_at(ranks: Ranks, place: Any) -> int:
     """Return the rank at a place of a group; -1 if there is none."""
     return ranks[place] if 0 <= place < len(ranks) else -1
 
 
-def _only(value: Any) -> torch.Tensor | None:
+def _single_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor, or the only one of a list."""
     if isinstance(value, (list, tuple)):
         value = value[0] if len(value) == 1 else None

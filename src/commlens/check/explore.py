@@ -84,7 +84,7 @@ def explore(
     verdicts = {choices: world.checked.verdict for choices, world in worlds.items()}
     worst = max(tried, key=lambda each: (verdicts[each].is_fault, verdicts[each].kind != "healthy"))
     checked = worlds[worst].checked
-    alone = [] if checked.verdict.is_fault else list(_alone(runs, judge, decisions))
+    alone = [] if checked.verdict.is_fault else list(_with_one_rank_alone(runs, judge, decisions))
     combined = number_of_combinations(branches)
     return Explored(
         checked,
@@ -127,7 +127,7 @@ def _latent(worlds: Mapping[Choices, World], worst: Choices) -> Iterator[Latent]
                 seen.add(place)
 
 
-def _alone(
+def _with_one_rank_alone(
     runs: Mapping[Choices, Sequences],
     judge: Callable[[Sequences], Checked],
     decisions: Sequence[BranchLine],

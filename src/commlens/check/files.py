@@ -75,22 +75,22 @@ class Files:
 
     def _list(self, original: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         names: list[str] = []
-        with contextlib.suppress(OSError), self._looking() as outermost:
+        with contextlib.suppress(OSError), self._outermost_look() as outermost:
             names = os.listdir(path) if outermost else names  # noqa: PTH208 - numbers, too
         self._note(path, _checksum(names), "/*")
-        with self._looking():
+        with self._outermost_look():
             return original(path, *args, **kwargs)
 
     def _match(self, original: Any, path: Any, *pattern: Any, **kwargs: Any) -> Any:
         """Note what ``glob.glob(pattern)`` finds, or ``path.glob(pattern)``."""
-        with self._looking():
+        with self._outermost_look():
             found = list(original(path, *pattern, **kwargs))
         of_path, name = isinstance(path, pathlib.Path), original.__name__
         self._note(path, _checksum(found), f"/{name} {pattern} {kwargs}" if of_path else "")
         return iter(found) if of_path or name == "iglob" else found
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[bool]:
+    def _outermost_look(self) -> Iterator[bool]:
         """Leave out what one look does inside. Yield whether this is the outermost one."""
         outer, self._here.is_looking = self._here.is_looking, True
         try:
@@ -105,7 +105,7 @@ class Files:
         if source is None:
             return
         # A path that cannot be looked up, such as one that is too long, is a file on no rank.
-        with self._looking(), contextlib.suppress(OSError):
+        with self._outermost_look(), contextlib.suppress(OSError):
             file = pathlib.Path(path).absolute()
             if below or not file.is_dir():
                 self.looks.setdefault(f"{file}{below}", FileLook(found, source))

@@ -63,14 +63,14 @@ def install(patches: Patches) -> None:
     table = _builtins._get_builtin_table()
     for name in ("isnan", "isinf", "isfinite", "exp", "log", "log2", "log10", "sqrt", "pow"):
         original = getattr(math, name)
-        patches.wrap(math, name, _through)
+        patches.wrap(math, name, _call_and_follow)
         wrapper = getattr(math, name)
         if id(original) in table:  # torch.jit.script knows a function by its address
             _builtins._register_builtin(wrapper, table[id(original)])
             _registered.append(wrapper)
 
 
-def _through(original: Callable[..., Any], *args: Any) -> Any:
+def _call_and_follow(original: Callable[..., Any], *args: Any) -> Any:
     reader = _reader(args)
     result = original(*args)
     return result if reader is None else _with_reader(result, reader)

@@ -64,7 +64,7 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     else:
         found.findings += _latent(examined, sequences) if certain_but_for_numbers else []
         verdict = words.no_fault(found, sequences, outcome, backend, steps)
-        verdict.explanation = _elsewhere(sequences, backend, script)
+        verdict.explanation = _sentence_on_other_backend(sequences, backend, script)
     verdict.missing_evidence = [*verdict.missing_evidence, *limits]
     return Checked(
         verdict,
@@ -109,7 +109,9 @@ def _asked(sequences: Mapping[int, RankSequence]) -> str:
     return "nccl" if "ccl" in asked else "gloo"
 
 
-def _elsewhere(sequences: Mapping[int, RankSequence], backend: str, script: str) -> str:
+def _sentence_on_other_backend(
+    sequences: Mapping[int, RankSequence], backend: str, script: str
+) -> str:
     """Return a sentence about the other backend if the program would hang there."""
     for name, rules in RULES.items():
         if name != backend:

@@ -179,7 +179,7 @@ class _Schedule:
     def _advance(self, thread: _Thread) -> None:
         while thread.position < len(thread.events):
             event = thread.events[thread.position]
-            waits_for = self._do(thread, event)
+            waits_for = self._do_event(thread, event)
             if waits_for is not None and not waits_for.done:
                 thread.blocked_in = waits_for
                 self._waiting[id(waits_for)].append(thread)
@@ -187,7 +187,7 @@ class _Schedule:
             thread.position += 1
         self.ranks[thread.rank].ended_at = self._clock()
 
-    def _do(self, thread: _Thread, event: Event) -> Op | None:
+    def _do_event(self, thread: _Thread, event: Event) -> Op | None:
         """Do one event, once. Return the op that it waits for."""
         if isinstance(event, Issue):
             self._issue(thread.rank, event.op)

@@ -129,12 +129,12 @@ class Values:
             return result
         if func in _LOSES or (func not in _LEAVES_TORCH and not _is_plain(result)):
             return self._lost(result, origin)
-        return self._each(result, origin)
+        return self._follow_each(result, origin)
 
-    def _each(self, result: Any, origin: ValueOrigin | None) -> Any:
+    def _follow_each(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Return a value that was read, or the values of a list."""
         if isinstance(result, list):
-            return [self._each(each, origin) for each in result]
+            return [self._follow_each(each, origin) for each in result]
         if not _is_plain(result):  # an array
             return self._lost(result, origin)
         value, reader = self._answer(result, origin)

@@ -80,7 +80,7 @@ def no_fault(
     elif unseen:
         summary = f"not proven: {unseen[0]}"
     elif outcome.stuck:
-        reason = _unexplained(outcome)
+        reason = _unexplained_waits(outcome)
         summary = f"not proven: {reason}"
         found.missing_evidence.append(sentence(capital(reason)))
     is_open = bool(problems or unseen or outcome.stuck)
@@ -144,7 +144,7 @@ def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]
     return found
 
 
-def _unexplained(outcome: Outcome) -> str:
+def _unexplained_waits(outcome: Outcome) -> str:
     """Return where ranks wait for ever, of which no fault was found."""
     op = outcome.ranks[outcome.stuck[0]].blocked_in[0].record
     waits = f"{ranks_phrase(outcome.stuck)} {verb(outcome.stuck, 'waits', 'wait')} for ever"

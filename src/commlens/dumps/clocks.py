@@ -57,12 +57,12 @@ def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
     if len(by_host) < 2:
         return {}
     first, *hosts = by_host
-    aligned = _met(by_host[first])
+    aligned = _meetings(by_host[first])
     ahead: dict[str, int] = {}
     while hosts:
         waiting: list[str] = []
         for host in hosts:
-            met = _met(by_host[host])
+            met = _meetings(by_host[host])
             bounds = _bounds(aligned, met)
             if bounds is None:
                 waiting.append(host)
@@ -82,7 +82,7 @@ def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
     return ahead
 
 
-def _met(logs: Sequence[RankLog]) -> _Met:
+def _meetings(logs: Sequence[RankLog]) -> _Met:
     met: _Met = {}
     for log in [log for log in logs if log.collectives][:_RANKS_PER_HOST]:
         for op in log.collectives[-_NEWEST:]:

@@ -72,7 +72,7 @@ def _fell(change: _HealthChange) -> bool:
     return known and 0 < change.after < change.before  # type: ignore[operator]
 
 
-def _left(good: str) -> Callable[[_HealthChange], bool]:
+def _has_left(good: str) -> Callable[[_HealthChange], bool]:
     return lambda change: change.before == good != change.after
 
 
@@ -85,7 +85,7 @@ def _became_hot(change: _HealthChange) -> bool:
 
 
 RULES: Final = [
-    Rule("infiniband", "state", "link-down", "network-down", _left(WORKING["infiniband"])),
+    Rule("infiniband", "state", "link-down", "network-down", _has_left(WORKING["infiniband"])),
     Rule("infiniband", "link_downed", "link-down", "network-down", _rose(1)),
     Rule("infiniband", "rate_gbit", "rate-fell", "network-errors", _fell),
     *(
@@ -102,7 +102,7 @@ RULES: Final = [
             ("rnr_nak_retry_err", 10),
         )
     ),
-    Rule("network", "state", "link-down", "network-down", _left(WORKING["network"])),
+    Rule("network", "state", "link-down", "network-down", _has_left(WORKING["network"])),
     Rule("network", "carrier_down_count", "link-down", "network-down", _rose(1)),
     Rule("network", "speed", "rate-fell", "network-errors", _fell),
     *(
@@ -138,7 +138,7 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
         before: the look after which it happened.
         after: the look that shows it.
     """
-    found = list(_gone(before, after))
+    found = list(_lost_gpus(before, after))
     for rule in RULES:
         source, _, only = rule.source.partition("/")
         for part, values in after.values.get(source, {}).items():
@@ -167,7 +167,7 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
     return found
 
 
-def _gone(before: Look, after: Look) -> Iterator[HealthEvent]:
+def _lost_gpus(before: Look, after: Look) -> Iterator[HealthEvent]:
     """Yield the GPUs that the driver does not list any more."""
     now = after.values.get("gpu", {})
     for part in before.values.get("gpu", {}):

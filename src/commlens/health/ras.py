@@ -174,7 +174,7 @@ def _from_json(found: _Communicator) -> RasCommunicator:
     for rank in (*found.ranks, *found.missing_ranks):
         if 0 <= rank.rank < len(pids):
             pids[rank.rank] = rank.pid
-    op, behind = _behind({rank.rank: rank.collective_counts for rank in found.ranks})
+    op, behind = _ranks_behind({rank.rank: rank.collective_counts for rank in found.ranks})
     return RasCommunicator(
         name=found.hash,
         size=found.size,
@@ -194,7 +194,7 @@ def _as_model(rank: _RasRank) -> RasRank:
     return RasRank(rank.rank, max(0, rank.pid), rank.host)
 
 
-def _behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int]]:
+def _ranks_behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int]]:
     """Return the op of which some ranks have launched fewer than the others, and these ranks."""
     ops = {op for each in counts.values() for op in each}
     spread = {

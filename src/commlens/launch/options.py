@@ -205,7 +205,9 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
         name = given.strip().partition(" ")[0].partition("=")[0]
         if not name.startswith("-"):
             return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
-        return CommandError(f"{parser.prog} has no option {name!r}.{_meant(name, options) or see}")
+        return CommandError(
+            f"{parser.prog} has no option {name!r}.{_similar_options(name, options) or see}"
+        )
     if kind == "the following arguments are required":
         one_of = {
             action.dest: f"one of {', '.join(action.choices)}"
@@ -247,7 +249,7 @@ def _no_such_value(name: str, given: str, options: Sequence[str]) -> str:
     return told if values else ""
 
 
-def _meant(name: str, options: Sequence[str]) -> str:
+def _similar_options(name: str, options: Sequence[str]) -> str:
     """Return the options that begin like a misspelt one, or look like it, as a question."""
     begin_so = [
         option

@@ -84,7 +84,7 @@ class Batch:
         for lines in self._lines:
             here = slice(first, first + lines)
             digest = sum(map(operator.mul, hashes[here], weights))
-            yield digest & MASK, _together([each[here] for each in statistics])
+            yield digest & MASK, _tensor_statistics([each[here] for each in statistics])
             first += lines
 
 
@@ -174,7 +174,7 @@ def _statistics(numbers: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _together(statistics: Sequence[Sequence[float]]) -> list[float]:
+def _tensor_statistics(statistics: Sequence[Sequence[float]]) -> list[float]:
     """Return the statistics of a tensor, by those of its lines."""
     if not statistics:
         return [0.0, 0.0, 0.0, 0.0]

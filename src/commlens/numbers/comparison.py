@@ -147,7 +147,10 @@ class TensorComparison:
     ) -> list[Diverged]:
         untold = [part for part in parts if part.relation in ("presumed", "learned")]
         untold = [part for part in untold if not must_be_equal(part, check)]
-        differences = [*find_differences(equal, check.tolerance), *self._unlearned(check, untold)]
+        differences = [
+            *find_differences(equal, check.tolerance),
+            *self._new_differences(check, untold),
+        ]
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
         counted = [each for each in differences if each.key[0] != "rng" or each.learned]
         history.append(Compared(check.number, len(counted)))
@@ -283,7 +286,7 @@ class TensorComparison:
 
     # --- tensors that count as replicas because they have been
 
-    def _unlearned(self, check: CheckId, parts: Sequence[RelatedTables]) -> list[Difference]:
+    def _new_differences(self, check: CheckId, parts: Sequence[RelatedTables]) -> list[Difference]:
         """Return tensors that have agreed while they changed, and now differ."""
         found = []
         for part in parts:

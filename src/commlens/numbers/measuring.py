@@ -215,12 +215,12 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     device, count = words.device, words.numel()
     columns = _columns_of(device)
     if count <= ROW:
-        return _weighed(words, columns[:count])
+        return _weighted_sum(words, columns[:count])
     rows = -(-count // ROW)
     of_rows = _rows.setdefault(device, [])
     if not of_rows or len(of_rows[-1].values) < rows:
         of_rows.append(_weights(row_weights(2 * rows), device))
-    return _weighed(_sums_of_rows(words, columns), _usable(of_rows[-1])[:rows])
+    return _weighted_sum(_sums_of_rows(words, columns), _usable(of_rows[-1])[:rows])
 
 
 def _sums_of_rows(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -236,11 +236,11 @@ def _sums_of_rows(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
             block = values[first * ROW : last * ROW].view(-1, ROW)
             sums += (block * columns).sum(1).unbind()
     if rest := values.numel() - whole * ROW:
-        sums.append(_weighed(values[whole * ROW :], columns[:rest]))
+        sums.append(_weighted_sum(values[whole * ROW :], columns[:rest]))
     return torch.stack(sums)
 
 
-def _weighed(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted_sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the sum of words times weights, modulo 2**64."""
     if words.device.type == "cpu":
         return torch.dot(words.to(torch.int64), weights)

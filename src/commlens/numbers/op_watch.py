@@ -204,7 +204,7 @@ class OpWatch:
         if not self.is_on or os.getpid() != self._pid:
             return func(*args, **kwargs)
         try:
-            before = self._before(func, args, kwargs)
+            before = self._inputs_before(func, args, kwargs)
         except Exception as error:
             self._fail(error)
             before = None
@@ -216,14 +216,14 @@ class OpWatch:
                 self._fail(error)
         return result
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[_OpFacts, _Run] | None:
+    def _inputs_before(self, func: Any, args: Any, kwargs: Any) -> tuple[_OpFacts, _Run] | None:
         """Return an op with the hashes of its inputs; None if there is nothing to compare."""
         about = self._ops.get(func)
         if about is None:
             about = self._ops[func] = _OpFacts(func)
         if about.is_view:
             return None
-        place = self._place()
+        place = self._module_and_line()
         if about.is_collective:
             self._after = f"{func._schema.name.partition('::')[2].strip('_')}" + (
                 f" at {place[2]}" if place[2] else ""
@@ -269,7 +269,7 @@ class OpWatch:
             ]
         )
 
-    def _place(self) -> tuple[Any, ...]:
+    def _module_and_line(self) -> tuple[Any, ...]:
         """Return the module that runs an op, or ran its forward, and the line."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():

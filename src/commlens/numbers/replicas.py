@@ -158,7 +158,7 @@ class Model:
         for prefix, root in zip(self._prefixes(), self.alive(), strict=True):
             by_ddp = _replicas_by_ddp(root)
             copies = find_copies(root, group_ranks)
-            untold = self._untold(root)
+            untold = self._presumed_replicas(root)
             # the mesh with the most dimensions of all DTensors
             meshes = (getattr(parameter, "device_mesh", None) for parameter in root.parameters())
             whole = max(filter(None, meshes), key=lambda mesh: mesh.ndim, default=None)
@@ -177,7 +177,7 @@ class Model:
                 kept = tuple(dict.fromkeys(known)) or (() if is_part else untold)
                 self.places[id(parameter)] = TensorPlace(plain_name(prefix + name), kept)
 
-    def _untold(self, root: nn.Module) -> tuple[Replicas, ...]:
+    def _presumed_replicas(self, root: nn.Module) -> tuple[Replicas, ...]:
         """Return the ranks that hold replicas of plain parameters outside of DDP, perhaps."""
         if self._group is not None:
             return (Replicas(self._group, "equal"),) if len(self._group) > 1 else ()

@@ -84,7 +84,7 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
     # no user frame at all: a library's own loop; its outermost library frame stands for the line
     if line is None:
         line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line) or _elsewhere(
+    return _in_distributed(inner, outer, line) or _call_outside_c10d(
         inner, line, outer[0].values if outer else {}, pid
     )
 
@@ -127,7 +127,7 @@ def _in_distributed(
     return found
 
 
-def _elsewhere(
+def _call_outside_c10d(
     inner: Sequence[SeenFrame], line: Frame | None, values: Locals, pid: int
 ) -> Call | None:
     """Recognise calls outside of torch.distributed's Python code. ``values``: the local variables

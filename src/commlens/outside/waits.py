@@ -122,7 +122,7 @@ def _sides(job: SeenJob) -> Found[Any]:
         classes[(one.call.kind, one.call.op, one.call.root, one.path)].append(one)
     sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
     if len(sides) == 1:
-        return _out_of_round(job) or _inside(job)
+        return _out_of_round(job) or _find_stuck_inside(job)
     return Found("sides", _disagreement(job, sides), sides[0][0].line, sides)
 
 
@@ -225,7 +225,7 @@ def _out_of_round(job: SeenJob) -> Found[Mismatch] | None:
     return Found("out-of-round", cause, odd.line)
 
 
-def _inside(job: SeenJob) -> Found[StuckInside]:
+def _find_stuck_inside(job: SeenJob) -> Found[StuckInside]:
     """Report ranks that all wait at the same line: the call itself does not complete."""
     busy = [
         one.rank

@@ -129,7 +129,8 @@ def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
     return Words(
         summary=f"{did}{_waiting(job, '; ')}",
         explanation=(
-            f"{are} in no collective{first}: {joined(sign_words(doing.signs[:3]))}. {_unmoved(job)}"
+            f"{are} in no collective{first}: {joined(sign_words(doing.signs[:3]))}."
+            f" {_unmoved_sentence(job)}"
         ),
         next_step=_absence_step(job, found),
         would_raise_confidence=doubt,
@@ -161,7 +162,7 @@ def _unread(job: SeenJob, found: Found[Unrecorded]) -> Words:
         ),
         explanation=(
             "Every rank that could be read waits, so the cause may be where none could be read."
-            f" {_unmoved(job)}"
+            f" {_unmoved_sentence(job)}"
         ),
         next_step="look again, or as root",
         would_raise_confidence="The stacks that could not be read would show it.",
@@ -187,9 +188,9 @@ def _ring(job: SeenJob, found: Found[Cycle]) -> Words:
     return Words(
         summary=(
             f"{ranks_phrase(found.cause.ranks)} wait for each other:"
-            f" {joined(_stand(one) for one in found.sides[0])}"
+            f" {joined(_waits_at_line([one]) for one in found.sides[0])}"
         ),
-        explanation=f"{skipped}{_unmoved(job)}",
+        explanation=f"{skipped}{_unmoved_sentence(job)}",
         next_step=f"compare the order of sends and receives up to {frame_phrase(found.frame)}",
         would_raise_confidence=_MORE,
     )
@@ -200,10 +201,10 @@ def _unmet(job: SeenJob, found: Found[Missing]) -> Words:
     op = one.call.op if one.call is not None else "the message"
     part = "recv" if op == "send" else "send"
     return Words(
-        summary=f"{_stand(one)}, but {_stand(other)}",
+        summary=f"{_waits_at_line([one])}, but {_waits_at_line([other])}",
         explanation=(
             f"Rank {other.rank} has left out its {part}, or has not come to it because it waits"
-            f" itself; or rank {one.rank} calls {op} where it should not. {_unmoved(job)}"
+            f" itself; or rank {one.rank} calls {op} where it should not. {_unmoved_sentence(job)}"
         ),
         next_step=(
             f"compare the messages between ranks {one.rank} and {other.rank} before"
@@ -231,9 +232,10 @@ def _sides(job: SeenJob, found: Found[Mismatch | Cycle]) -> Words:
     ahead = found.cause.other_round
     step = f" {capital(_round(ahead))}." if ahead is not None else ""
     return Words(
-        summary="; ".join(_stands(side) for side in sides),
+        summary="; ".join(_waits_at_line(side) for side in sides),
         explanation=(
-            f"The ranks wait in different calls, so none can complete. {why}{step} {_unmoved(job)}"
+            f"The ranks wait in different calls, so none can complete. {why}{step}"
+            f" {_unmoved_sentence(job)}"
         ),
         next_step=(
             f"find out how {ranks_and_verb(ranks_of(odd), 'comes', 'come')} to"
@@ -248,8 +250,8 @@ def _out_of_round(job: SeenJob, found: Found[Mismatch]) -> Words:
     ahead = found.cause.other_round
     assert ahead is not None
     return Words(
-        summary=f"{_round(ahead)}; {_stands(job.stuck)}",
-        explanation=f"Its loop is not in step with the others'. {_unmoved(job)}",
+        summary=f"{_round(ahead)}; {_waits_at_line(job.stuck)}",
+        explanation=f"Its loop is not in step with the others'. {_unmoved_sentence(job)}",
         next_step=f"find out which round of its loop rank {ahead.rank} left out or added",
         would_raise_confidence=_MORE,
     )
@@ -262,7 +264,10 @@ def _inside(job: SeenJob, found: Found[StuckInside]) -> Words:
         uses = capital(ranks_and_verb(busy, "uses", "use"))
         work.append(f"{uses} CPU or the network: the call may be at work.")
     return Words(
-        summary=f"{_stands(job.stuck)}, and none has left it within {duration(job.window_s * 1e9)}",
+        summary=(
+            f"{_waits_at_line(job.stuck)}, and none has left it within"
+            f" {duration(job.window_s * 1e9)}"
+        ),
         explanation="All ranks stand at the same line.",
         next_step=f"look again with --window 30; if they still stand there, {_compare(job, found)}",
         evidence=work,
@@ -325,7 +330,7 @@ def _waiting(job: SeenJob, before: str) -> str:
     return f"{text} at {where}" if where else text
 
 
-def _unmoved(job: SeenJob) -> str:
+def _unmoved_sentence(job: SeenJob) -> str:
     ranks = capital(ranks_phrase(ranks_of(job.stuck)))
     return f"{ranks} did not move for {duration(job.window_s * 1e9)}."
 
@@ -336,12 +341,8 @@ def _round(ahead: LoopRound, others: str = "the others") -> str:
     return f"rank {ahead.rank} is in {name} {ahead.value}, {others} in {name} {ahead.others}"
 
 
-def _stands(members: Sequence[RankSample]) -> str:
+def _waits_at_line(members: Sequence[RankSample]) -> str:
     where = frame_phrase(members[0].line)
     phrase = members[0].call.phrase if members[0].call is not None else "no call"
     text = f"{ranks_and_verb(ranks_of(members), 'waits', 'wait')} in {phrase}"
     return f"{text} at {where}" if where else text
-
-
-def _stand(one: RankSample) -> str:
-    return _stands([one])

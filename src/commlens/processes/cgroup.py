@@ -102,7 +102,7 @@ def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
     known = [int(found[1]) * 1024] if found else []
-    known += [left for folder in _limiting(root) if (left := _left(folder)) is not None]
+    known += [left for folder in _limiting(root) if (left := _bytes_left(folder)) is not None]
     return min(known, default=None)
 
 
@@ -117,7 +117,7 @@ def _limiting(root: Path) -> Iterator[Path]:
         yield root
 
 
-def _left(folder: Path) -> int | None:
+def _bytes_left(folder: Path) -> int | None:
     """Return what a control group (v2, else v1) may still take. Its page cache that is not in use
     counts as free.
     """

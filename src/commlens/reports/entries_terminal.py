@@ -61,7 +61,7 @@ def _parts(table: EntryTable, width: int, stacks: bool) -> list[RenderableType]:
         _grid(table, width, names if stacks else None),
     ]
     if table.elsewhere:
-        parts += ["", *map(_line, _elsewhere(table))]
+        parts += ["", *map(_line, _lines_on_other_ranks(table))]
     if table.left_out:
         be = "is" if table.kinds_left_out == 1 else "are"
         more = (
@@ -181,7 +181,7 @@ def _cell_text(
     )
 
 
-def _elsewhere(table: EntryTable) -> list[str]:
+def _lines_on_other_ranks(table: EntryTable) -> list[str]:
     lines = [
         f"Elsewhere, {ranks_phrase(ranks)}: {text}, in flight"
         for ranks, text in table.elsewhere[:_MAX_ELSEWHERE]

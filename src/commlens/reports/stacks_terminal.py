@@ -70,7 +70,7 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
             members[0][1],
             str(key[1]),
             members[0][2],
-            _others(log for log, _, _ in members),
+            _other_threads(log for log, _, _ in members),
         )
         for key, members in found.items()
     ]
@@ -88,7 +88,7 @@ def _key(frames: Stack) -> tuple[object, ...]:
     )
 
 
-def _others(logs: Iterable[RankLog]) -> list[str]:
+def _other_threads(logs: Iterable[RankLog]) -> list[str]:
     found: list[str] = []
     for log in logs:
         main = log.main_stack

@@ -303,7 +303,7 @@ def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
             name.append(f" (of {'.'.join(parts[max(0, start - 2) : start])})", style="dim")
         if row.other_paths:
             name.append(
-                f" (also {', '.join(_beside(path, row.path) for path in row.other_paths)})",
+                f" (also {', '.join(_short_sibling(path, row.path) for path in row.other_paths)})",
                 style="dim",
             )
         table.add_row(
@@ -316,7 +316,7 @@ def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
     return table
 
 
-def _beside(path: str, other: str) -> str:
+def _short_sibling(path: str, other: str) -> str:
     """Shorten a path that has the same parent as another."""
     parent, _, name = path.rpartition(".")
     return name if parent == other.rpartition(".")[0] else path

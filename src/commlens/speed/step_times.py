@@ -100,7 +100,7 @@ def _by_where(calls: Iterable[WaitTime]) -> dict[_Where, list[WaitTime]]:
     """Return waits or flights in all, by group, and by place: parts are asked for often."""
     found: dict[_Where, list[WaitTime]] = defaultdict(list)
     for call in calls:
-        where = _where(call.op)
+        where = _place_of(call.op)
         for place in ((), where[:1], where):
             found[place].append(call)
     return found
@@ -113,7 +113,7 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     Args:
         logs: the ranks' records; of a running job, read at about the same time.
     """
-    logs = _some([log for log in logs if log.collectives])
+    logs = _sample_of_hosts([log for log in logs if log.collectives])
     moments = {log.rank: first_moments(log) for log in logs}
     whole = [{step for step in each if step + 1 in each} for each in moments.values()]
     steps = _newest_run(set.intersection(*whole)) if whole else []
@@ -155,7 +155,7 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[StepPart]:
     return _parts(ranks, length([window]) * 1e-9, 1)
 
 
-def _some(logs: Sequence[RankLog]) -> list[RankLog]:
+def _sample_of_hosts(logs: Sequence[RankLog]) -> list[RankLog]:
     """Return the logs of some whole hosts in a large job."""
     by_host: dict[str, list[RankLog]] = defaultdict(list)
     for log in logs:
@@ -228,7 +228,7 @@ def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
     )
 
 
-def _where(op: Collective) -> _Where:
+def _place_of(op: Collective) -> _Where:
     line = frame_phrase(op.source)
     return group_label(op.channel.group), op.module or (f"{op.op} at {line}" if line else op.op)
 

@@ -409,7 +409,7 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     collectives = f"{number(_plain(amount))} {one.op} on {one.group}"
     changed = _difference(one, other)
     if name == "moved":
-        changed = _only(changed, ("dtype", "group size", "placements", "reduce op"))
+        changed = _restricted_to(changed, ("dtype", "group size", "placements", "reduce op"))
         if one.group != other.group:
             sentence = f"{collectives} {within}: now on {other.group}"
             changed = {"group": (one.group, other.group), **changed}
@@ -418,14 +418,14 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
             changed = {"place": (before, after), **changed}
     elif name == "replaced":
         sentence = f"{collectives} {within}: replaced by {other.op}"
-        kept = _only(changed, ("dtype", "group size", "placements"))
+        kept = _restricted_to(changed, ("dtype", "group size", "placements"))
         changed = {"op": (one.op, other.op), **kept}
         if one.wire_bytes != other.wire_bytes:
             was, now = two_sizes(one.wire_bytes, other.wire_bytes)
             sentence += f", {now} on the wire instead of {was}"
     else:
         sentence = f"{collectives} {within}: {_features(changed)}"
-    rest = _only(changed, changed.keys() - {"group", "place", "op"})
+    rest = _restricted_to(changed, changed.keys() - {"group", "place", "op"})
     if name != "changed" and rest:
         sentence += f", {_features(rest)}"
     return Change(
@@ -444,7 +444,7 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     )
 
 
-def _only(changed: Differences, names: Container[str]) -> Differences:
+def _restricted_to(changed: Differences, names: Container[str]) -> Differences:
     return {name: value for name, value in changed.items() if name in names}
 
 

@@ -26,7 +26,7 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> TraceComparison:
         add_times(comparison, [one], [other])
         return comparison
     both = [rank for rank in before.ranks if rank in after.by_rank]
-    comparison = _together({rank: compare(before[rank].data, after[rank].data) for rank in both})
+    comparison = _combined({rank: compare(before[rank].data, after[rank].data) for rank in both})
     for name, mine, theirs in (("second", after, before), ("first", before, after)):
         if alone := [rank for rank in mine.ranks if rank not in theirs.by_rank]:
             text = f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run."
@@ -40,7 +40,7 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> TraceComparison:
     return comparison
 
 
-def _together(by_rank: Mapping[int, TraceComparison]) -> TraceComparison:
+def _combined(by_rank: Mapping[int, TraceComparison]) -> TraceComparison:
     """Add up the comparisons of several ranks; what only some of them have names them."""
     comparison = TraceComparison()
     changes: dict[tuple[str, str], Change] = {}

@@ -215,7 +215,7 @@ class RankTraces:
             sentence
             for _, label, (usual, *others) in self._deviations()
             for ranks in others
-            for sentence in self._against(ranks, usual, label)
+            for sentence in self._differences_from(ranks, usual, label)
         ]
         sentences += [*(self._order() if not sentences else []), *self._messages()]
         if len(sentences) > _MOST_DIFFERENCES:
@@ -226,7 +226,9 @@ class RankTraces:
             ]
         return sentences
 
-    def _against(self, ranks: Sequence[int], majority: Sequence[int], label: str) -> list[str]:
+    def _differences_from(
+        self, ranks: Sequence[int], majority: Sequence[int], label: str
+    ) -> list[str]:
         these, others = ranks_phrase(ranks), ranks_phrase(majority)
         empty: Counter[tuple[Any, ...]] = Counter()
         mine, theirs = (

@@ -44,15 +44,15 @@ def summarise(
         setup_calls=setup_calls,
         setup_bytes=setup_bytes,
         by_mesh_dim=(
-            _by(data, lambda group, event: wording.label(group), sizes=True)
+            _totals_by(data, lambda group, event: wording.label(group), sizes=True)
             if _groups_known(data)
             else []
         ),
         by_phase=sorted(
-            _by(data, lambda group, event: wording.phase_name(event.phase)),
+            _totals_by(data, lambda group, event: wording.phase_name(event.phase)),
             key=lambda row: _ORDER.index(row.name),
         ),
-        by_op=_by(data, lambda group, event: event.op),
+        by_op=_totals_by(data, lambda group, event: event.op),
         by_module=modules(data),
         why=reasons(data)[:MAX_REASONS],
         estimate=None if network is None or not _groups_known(data) else estimate(data, network),
@@ -102,7 +102,7 @@ def answer(data: TraceData, unfiltered: int | None = None) -> str:
         if unfiltered is None
         else f"{number(calls)} of {count(unfiltered, 'collective')}"
     )
-    over = _over(data) if unfiltered is None else ""
+    over = _steps_and_amounts(data) if unfiltered is None else ""
     if not calls and unfiltered is None:
         return f"No collectives{over}, {rank}."
     carried = f", {size(total)} on the wire" if known else ""
@@ -116,7 +116,7 @@ def _groups_known(data: TraceData) -> bool:
     return not data.events or any(group.ranks for group in data.groups)
 
 
-def _over(data: TraceData) -> str:
+def _steps_and_amounts(data: TraceData) -> str:
     """Return the number of steps, the amount that each issued if all issued the same, and the
     amount of the setup before them.
     """
@@ -128,10 +128,10 @@ def _over(data: TraceData) -> str:
         if calls
         else ""
     )
-    return f", over {count(data.steps, 'optimizer step')}{_each(data)}{setup}"
+    return f", over {count(data.steps, 'optimizer step')}{_amount_of_each_step(data)}{setup}"
 
 
-def _each(data: TraceData) -> str:
+def _amount_of_each_step(data: TraceData) -> str:
     each: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in data.events:
         if event.last_step is not None and event.last_step != event.step:
@@ -150,7 +150,7 @@ def _setup(data: TraceData) -> tuple[int, int]:
     return _amount_of(event for event in data.events if data.is_setup(event))
 
 
-def _by(
+def _totals_by(
     data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False
 ) -> list[Total]:
     rows: dict[str, Total] = {}

@@ -205,7 +205,7 @@ def _quartiles(values: Sequence[int]) -> tuple[int, int]:
 def _answer(data: TraceData, found: Times) -> str:
     if not found.timed:
         return f"The time of the collectives is unknown: {_why_unknown(data)}"
-    text = f"{_of(found)} took {short_duration(found.time_ns)}"
+    text = f"{_subject(found)} took {short_duration(found.time_ns)}"
     if found.waited_ns or found.overlapped_ns:
         text += _parts(found)
     if found.step_ns:
@@ -247,7 +247,7 @@ def _parts(found: Times) -> str:
     return text
 
 
-def _of(found: Times) -> str:
+def _subject(found: Times) -> str:
     if found.untimed:
         return (
             f"{number(found.timed)} of {count(found.timed + found.untimed, 'collective')}, whose"

@@ -149,7 +149,7 @@ def _compare_details(
     }
     for at, aspect in enumerate(_ASPECTS):
         other = 1 if aspect == "shape" else 0
-        if found := _differing(tensors, lambda detail: (_part(detail, at), _part(detail, other))):  # noqa: B023
+        if found := _differing(tensors, lambda detail: (_item(detail, at), _item(detail, other))):  # noqa: B023
             return LeafDisagreement(aspect, found)
     found = _differing(details, lambda detail: (detail, ""))
     return LeafDisagreement("value", found) if found else None
@@ -183,7 +183,7 @@ def _differing(
     return found
 
 
-def _part(detail: Any, at: int) -> Any:
+def _item(detail: Any, at: int) -> Any:
     return detail[at] if isinstance(detail, list) and at < len(detail) else None
 
 
@@ -198,7 +198,7 @@ def _structure_words(leaf: Leaf | None) -> str:
     if leaf is None:
         return "nothing"
     if leaf.kind == _TENSOR:
-        return f"tensor {_part(leaf.detail, 0)} {_part(leaf.detail, 1)}"
+        return f"tensor {_item(leaf.detail, 0)} {_item(leaf.detail, 1)}"
     if leaf.kind == "NoneType":
         return "None"
     if isinstance(leaf.detail, int):

@@ -166,7 +166,7 @@ def _exception(posted: dict[str, Any]) -> DistributedOperationException:
     accelerates = getattr(operations, "DistributedOperationException", None)
     text = str(posted.get("text", ""))
     error = (
-        _both(accelerates)(text)
+        _combined_class(accelerates)(text)
         if isinstance(accelerates, type)
         else DistributedOperationException(text)
     )
@@ -176,7 +176,7 @@ def _exception(posted: dict[str, Any]) -> DistributedOperationException:
 
 
 @functools.lru_cache(maxsize=2)
-def _both(accelerates: type[Exception]) -> type[DistributedOperationException]:
+def _combined_class(accelerates: type[Exception]) -> type[DistributedOperationException]:
     both: Any = type(
         "DistributedOperationException",
         (DistributedOperationException, accelerates),

@@ -239,7 +239,7 @@ class Waiting:
         Raises:
             DistributedOperationException: one that it needs has ended, or is late.
         """
-        pending = self._lacking(channel)
+        pending = self._first_unanswered(channel)
         if pending is not None and (
             absent := needed(pending.args, pending.absent, self._peers.rank)
         ):
@@ -255,7 +255,7 @@ class Waiting:
         """
         clock = ReadyClock()
         while failed := [
-            found for channel in channels if (found := self._lacking(channel)) is not None
+            found for channel in channels if (found := self._first_unanswered(channel)) is not None
         ]:
             for pending in failed:
                 self._check(pending, pending.absent, 0)
@@ -269,7 +269,7 @@ class Waiting:
             time.sleep(CHECK_EVERY_NS / 1e9)
             self._refusals.raise_new()
 
-    def _lacking(self, channel: VerifiedChannel) -> Pending | None:
+    def _first_unanswered(self, channel: VerifiedChannel) -> Pending | None:
         """Return the channel's first collective that others have not announced, if any."""
         own = self._peers.own()
         last = own.last_number(channel.slot)

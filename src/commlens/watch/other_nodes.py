@@ -79,7 +79,7 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
             found = OtherNodes(lines=other_node_lines(nodes.beats, here))
             return _ask_others(nodes, here, lambda: snapshot(job_dir, window_s=_WINDOW_S))
     except OSError as error:
-        problem = f"Not all is known of the other nodes: {store} {_why(error)}."
+        problem = f"Not all is known of the other nodes: {store} {_reason(error)}."
         return found._replace(lines=[problem, *found.lines])
 
 
@@ -147,7 +147,7 @@ def _some_of(others: Sequence[Beat]) -> set[int]:
     return {beat.slot for beat in (*unusual[: _SAMPLE // 2], *some)}
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return f"has not answered for {_PATIENCE_S:.0f} s"
     if isinstance(error, ConnectionRefusedError):

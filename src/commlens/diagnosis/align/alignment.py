@@ -395,7 +395,7 @@ def _racing(
         return None
     # a library's thread runs on all ranks, perhaps later
     if all(map(_is_of_library, beside)) or _runs_beside_main(
-        job, key, number, seen, set(map(_place, beside))
+        job, key, number, seen, set(map(_issuing_lines, beside))
     ):
         return Race(beside[0], main[0], on)
     return None
@@ -435,7 +435,7 @@ def _runs_beside_main(
         rank for rank in seen if not _beside_main(job.views[rank], key, number).isdisjoint(places)
     ]
     overlapped = any(
-        _place(other) in places for pairs in seen.values() for other, _ in pairs.values()
+        _issuing_lines(other) in places for pairs in seen.values() for other, _ in pairs.values()
     )
     return overlapped and len(running) * 2 >= len(seen)
 
@@ -449,7 +449,7 @@ def _is_of_library(op: Collective) -> bool:
     )
 
 
-def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
+def _ops_near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
     track = view.tracks.get(key) if view.dump is None else None  # dumps do not record threads
     numbers = range(number - _NEAR, number + _NEAR) if track is not None else ()
     return [
@@ -459,7 +459,7 @@ def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
     ]
 
 
-def _place(op: Collective) -> Hashable:
+def _issuing_lines(op: Collective) -> Hashable:
     """Return the user's lines that issued an op; in a library's thread, all of its lines."""
     return op.call_lines or tuple((frame.file, frame.line) for frame in op.stack)
 
@@ -468,7 +468,11 @@ def _beside_main(view: RankView, key: ChannelKey, number: int) -> set[Hashable]:
     """Return the places from which other threads than the main one issued collectives near a
     number.
     """
-    return {_place(op) for op in _near(view, key, number) if op.issue_thread != view.main_thread}
+    return {
+        _issuing_lines(op)
+        for op in _ops_near(view, key, number)
+        if op.issue_thread != view.main_thread
+    }
 
 
 def _overlaps(
@@ -477,10 +481,10 @@ def _overlaps(
     """Yield the collectives near a number that two Python threads of a rank had in flight at the
     same time, and their places.
     """
-    for own, other in combinations(_near(view, key, number), 2):
+    for own, other in combinations(_ops_near(view, key, number), 2):
         if own.issue_thread != other.issue_thread and _is_inside(own, other.announced_ns):
             pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
-            yield frozenset((_place(own), _place(other))), pair
+            yield frozenset((_issuing_lines(own), _issuing_lines(other))), pair
 
 
 def _is_inside(op: Collective, at_ns: int) -> bool:

@@ -91,7 +91,7 @@ def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     """Return two paths from where they part; None if they are the same, or have no outermost
     function in common.
     """
-    mine, inside, outside = _apart(own, other)
+    mine, inside, outside = _differing_frames(own, other)
     common = len(mine) - len(inside)
     if not common and not branch_in_one_function(own, other):
         return None
@@ -103,14 +103,14 @@ def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
 
 def branch_in_one_function(own: Stack, other: Stack) -> bool:
     """Return whether two stacks part at two lines of one function."""
-    _, inside, outside = _apart(own, other)
+    _, inside, outside = _differing_frames(own, other)
     return bool(inside and outside) and (inside[0].file, inside[0].function) == (
         outside[0].file,
         outside[0].function,
     )
 
 
-def _apart(own: Stack, other: Stack) -> tuple[list[Frame], list[Frame], list[Frame]]:
+def _differing_frames(own: Stack, other: Stack) -> tuple[list[Frame], list[Frame], list[Frame]]:
     """Return the first stack, outermost first, and the frames of each stack that the other does not
     have.
     """

@@ -155,7 +155,7 @@ def find_astray(job: JobIndex) -> list[RecordMismatch]:
         return []
     found: dict[tuple[int, int], RecordMismatch] = {}
     for view, op in islice(_stuck_messages(job), _MESSAGES_MAX):
-        mismatch = _astray(job, view, op)
+        mismatch = _find_misdirected(job, view, op)
         if mismatch is not None and mismatch.pair is not None:
             found.setdefault((id(mismatch.pair[0]), id(mismatch.pair[1])), mismatch)
     return list(found.values())
@@ -176,7 +176,7 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
                 )
 
 
-def _astray(job: JobIndex, view: RankView, op: Collective) -> RecordMismatch | None:
+def _find_misdirected(job: JobIndex, view: RankView, op: Collective) -> RecordMismatch | None:
     assert op.peer is not None
     other, key, sends = job.views[op.peer], op.channel.key, op.op == "send"
     pair = (view, other) if sends else (other, view)
@@ -261,7 +261,7 @@ def _other_tag(
     left: list[int] = []
     reason = None
     if 1 < same < min(map(len, sides.values())):
-        fits = {rank: _fits(ops[: same + 1]) for rank, ops in sides.items()}
+        fits = {rank: _last_tag_fits(ops[: same + 1]) for rank, ops in sides.items()}
         left = [rank for rank, fit in fits.items() if fit is False and True in fits.values()]
         sent, received = sides.values()
         reason = PartingTags(sent[same - 1].tag, sent[same].tag, received[same].tag)
@@ -270,7 +270,7 @@ def _other_tag(
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), odd, astray)
 
 
-def _fits(ops: list[Collective]) -> bool | None:
+def _last_tag_fits(ops: list[Collective]) -> bool | None:
     """Return whether the last tag continues the others, which may be counted up; None if they do
     not tell, or are of other lines.
     """

@@ -254,7 +254,9 @@ def _find_shift(
         )
         found = [shift for shift in by_distance if shift is not None]
         if found:
-            return found[0] if len(found) == 1 else _likelier(found[0], found[1], track, usual)
+            return (
+                found[0] if len(found) == 1 else _likelier_shift(found[0], found[1], track, usual)
+            )
     return None
 
 
@@ -313,7 +315,9 @@ def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: 
     return start
 
 
-def _likelier(skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Collective]) -> Shift:
+def _likelier_shift(
+    skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Collective]
+) -> Shift:
     """Return, of two shifts that both fit, the one after which more lines are equal."""
 
     def differ(shift: Shift) -> int:
@@ -417,7 +421,7 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
             break
     else:
         return []
-    return _odd_of_two(job, base, swaps[0]) if len(tracks) == 2 else _odd(base, tracks, swaps)
+    return _odd_of_two(job, base, swaps[0]) if len(tracks) == 2 else _odd_swaps(base, tracks, swaps)
 
 
 def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrder]:
@@ -427,7 +431,9 @@ def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrd
     return [one for one in both if one.rank in culprits]
 
 
-def _odd(base: int, ranks: Iterable[int], swaps: Sequence[SwappedOrder]) -> list[SwappedOrder]:
+def _odd_swaps(
+    base: int, ranks: Iterable[int], swaps: Sequence[SwappedOrder]
+) -> list[SwappedOrder]:
     swapped = [swap.rank for swap in swaps]
     alike = [rank for rank in ranks if rank not in swapped]
     culprits, _ = by_majority([alike, swapped]) or UNDECIDED

@@ -191,10 +191,10 @@ def _follows(text: str, position: int, *, sure: bool) -> bool | None:
     expected, period = _expected(text, position, sure=sure)
     if not expected or text[position] in expected:
         return True if expected else None
-    return False if _departs(text, position, expected, period) else None
+    return False if _is_departure(text, position, expected, period) else None
 
 
-def _departs(text: str, position: int, expected: set[str], period: int) -> bool:
+def _is_departure(text: str, position: int, expected: set[str], period: int) -> bool:
     """Return whether an unexpected letter is a departure.
 
     It is none if it ends the loop that repeats before it: all loops end once. It is none either if

@@ -165,7 +165,7 @@ def add_hardware(context: Context) -> None:
         if scene is not None:
             placed = _placed(nodes, spans_nodes=_spans_nodes(context, scene.ranks))
             fitting = (_fitting(context, scene, *each) for each in placed)
-            scene.cause.hardware = _sorted(_together(filter(None, fitting)))
+            scene.cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
             _decide(scene.cause)
 
 
@@ -194,14 +194,14 @@ def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_node
     if not isinstance(cause, (StuckInside, Missing, Dead)) or not cause.root_cause:
         return
     nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
-    seen = (_seen(cause, *each) for each in _placed(nodes, spans_nodes=spans_nodes))
-    cause.hardware = _sorted(_together(filter(None, seen)))
+    seen = (_hardware_change(cause, *each) for each in _placed(nodes, spans_nodes=spans_nodes))
+    cause.hardware = _sorted(_merge_changes(filter(None, seen)))
     _decide(cause)
     if cause.blamed_by == "hardware" and cause.confidence == "low":
         cause.confidence = "medium"
 
 
-def _seen(
+def _hardware_change(
     cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, place: _NodePart
 ) -> Hardware | None:
     if not set(cause.ranks) & set(place.ranks):
@@ -295,12 +295,12 @@ def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
 # --- what fits
 
 
-def _everywhere(nodes: Sequence[Node]) -> set[What]:
+def _changes_everywhere(nodes: Sequence[Node]) -> set[What]:
     """Return the changes of counters that most of the comparable parts of the job have."""
     parts: dict[What, set[tuple[str, str]]] = defaultdict(set)
     for node in nodes:
         for event in node.health.events:
-            if event.what in _COUNTED and _place(node, event, spans_nodes=True) is not None:
+            if event.what in _COUNTED and _part_of_event(node, event, spans_nodes=True) is not None:
                 parts[event.what].add((node.health.host, event.part))
     return {what for what, found in parts.items() if _are_most(nodes, what, len(found))}
 
@@ -315,7 +315,7 @@ def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:
     return comparable > 1 and found > comparable / 2
 
 
-def _place(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _NodePart | None:
+def _part_of_event(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _NodePart | None:
     """Return the ranks that an event of a node concerns; None if it is of a part that the job does
     not use.
     """
@@ -359,12 +359,12 @@ def _placed(
     nodes: Sequence[Node], *, spans_nodes: bool
 ) -> Iterator[tuple[Node, HealthEvent, _NodePart]]:
     """Yield the changes that did not happen everywhere, with the part that changed."""
-    everywhere = _everywhere(nodes)
+    everywhere = _changes_everywhere(nodes)
     for node in nodes:
         for event in node.health.events:
             if event.what in everywhere or event.what in _ENDS:
                 continue
-            place = _place(node, event, spans_nodes=spans_nodes)
+            place = _part_of_event(node, event, spans_nodes=spans_nodes)
             if place is not None:
                 yield node, event, place
 
@@ -435,7 +435,7 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
     )
 
 
-def _together(found: Iterable[Hardware]) -> Collection[Hardware]:
+def _merge_changes(found: Iterable[Hardware]) -> Collection[Hardware]:
     """Return the changes, those of one kind in one place as one."""
     by_place: dict[tuple[str, str, What, int], Hardware] = {}
     for one in found:

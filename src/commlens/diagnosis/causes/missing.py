@@ -269,7 +269,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         certain=record_doubt != "completion-unknown"
         and _can_never_arrive(context, absence, [*_deadlocked(holders), *locked_out]),
         ranks=absence.ranks,
-        came=_came(context, absence, extra),
+        came=_ranks_that_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
         outcome=_outcome(context, absence, extra, blames_waiting=blames_waiting),
         activity=doing_of(absence.doing),
@@ -437,7 +437,7 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     return ExtraLine(extra, met, path, sorted(alike))
 
 
-def _came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
+def _ranks_that_came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
     """Return the ranks that issued the collective that the missing ranks lack: those that wait in
     it, and those that are done with it.
     """

@@ -52,14 +52,14 @@ def find_told(
     ranks = sorted({dump.rank for dump in chosen})
     return (
         _lagging(dumps, timeouts, ranks)
-        or _behind(dumps, timeouts)
+        or _find_rank_behind(dumps, timeouts)
         or _timed_out(dumps, timeouts)
         or _ended(dumps, ranks, TELL_WHY)
         or _raised(dumps)
         or _stuck_watchdog(chosen)
         or _ended(dumps, ranks, get_args(JobEnding))
         or _launcher_ended(dumps, ranks)
-        or _remarked(dumps, ranks)
+        or _find_remark(dumps, ranks)
         or _store_unreached([line for dump in dumps for line in dump.endings])
     )
 
@@ -98,7 +98,9 @@ def _lagging(
     )
 
 
-def _behind(dumps: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]) -> ToldByLogs | None:
+def _find_rank_behind(
+    dumps: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]
+) -> ToldByLogs | None:
     """Return the rank that timed out in an earlier collective than all others did, in logs that do
     not name the process group.
     """
@@ -260,7 +262,7 @@ def _listed_behind(remarks: Sequence[tuple[str, int]]) -> list[int]:
     return sorted(listed)
 
 
-def _remarked(dumps: Sequence[RankColumns], ranks: list[int]) -> ToldByLogs | None:
+def _find_remark(dumps: Sequence[RankColumns], ranks: list[int]) -> ToldByLogs | None:
     """Return what other tools' lines tell: NCCL's RAS of a communicator whose ranks launched
     different numbers of operations, or vLLM's engine, which waits for a worker.
     """

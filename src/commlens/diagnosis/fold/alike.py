@@ -50,10 +50,10 @@ def state_key(log: RankLog) -> bytes | None:
         [_record(op, log) for op in newest],
         [[op.op, len(op.channel.group.all_ranks), op.state.value] for op in log.setups],
     ]
-    return _digest(records) + _digest(_around(log))
+    return _digest(records) + _digest(_surroundings(log))
 
 
-def _around(log: RankLog) -> list[Any]:
+def _surroundings(log: RankLog) -> list[Any]:
     """Return where a rank's main thread stands, and what happened on its node."""
     stack, events = log.main_stack, log.health.events if log.health is not None else ()
     lines = _lines(stack.frames) if stack is not None else None

@@ -362,7 +362,7 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
         if name[2]:
             continue
         known = list(filter(users[name[:2]].issubset, recorded[name[:2]]))
-        members = users[name[:2]] | _between(numbers[name[0]])
+        members = users[name[:2]] | _ranks_between(numbers[name[0]])
         ranks = known[0] if len(known) == 1 else tuple(sorted(members))
         if not known and channel.group.description == "default_pg" and one_default:
             ranks = tuple(all_ranks)
@@ -375,7 +375,7 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
     return found
 
 
-def _between(ranks: Mapping[int, int]) -> set[int]:
+def _ranks_between(ranks: Mapping[int, int]) -> set[int]:
     """Return the ranks of a group that lie between those known by their numbers in it, if the
     numbers show a regular distance: groups are sorted, and their numbers begin at 0.
     """

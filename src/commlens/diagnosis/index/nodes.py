@@ -99,11 +99,11 @@ def whereabouts(
     found = {}
     for rank in {*logs, *of_rank}:
         node, place = of_rank.get(rank, (None, RankPlace(rank)))
-        found[rank] = _where(logs.get(rank), node, place, inventory or Inventory())
+        found[rank] = _whereabouts_of(logs.get(rank), node, place, inventory or Inventory())
     return found
 
 
-def _where(
+def _whereabouts_of(
     log: RankLog | None, node: Node | None, place: RankPlace, inventory: Inventory
 ) -> Whereabouts:
     health = node.health if node is not None else NodeHealth("")

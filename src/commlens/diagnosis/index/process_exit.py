@@ -127,7 +127,7 @@ def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
 def _from_absence(log: RankLog, at: int) -> ProcessExit:
     failure = _last_failure(log)
     if is_peer_error(failure):
-        return ProcessExit("peer", "exception", at, "ended", error=_short(failure))
+        return ProcessExit("peer", "exception", at, "ended", error=_shortened_error(failure))
     if log.closed or log.left:
         return ProcessExit("clean", "finished", at, "finished")
     return ProcessExit("gone", "unknown", at, "is-gone")
@@ -147,7 +147,7 @@ def _from_exit_code(log: RankLog, at: int) -> ProcessExit:
     if code in _TERMINATION_CODES:
         return ended("own" if log.observation.ended_alone else "terminated", "killed")
     if is_peer_error(failure):
-        return ended("peer", "exception", error=_short(failure))
+        return ended("peer", "exception", error=_shortened_error(failure))
     if log.left and failure is None:
         # Ray ends the workers of a job that succeeded with status 1, without their exit handlers.
         return ended("clean", "finished", was_exiting=True)
@@ -166,7 +166,7 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
         # torch.multiprocessing.spawn turns the exception of a child into its exit
         if is_peer_error(failure):
-            error = _short(failure)
+            error = _shortened_error(failure)
             return ended("peer", "exception", how="exited", status=status, error=error)
         return ended("own", "exit", how="exited", status=status)
     if is_refusal(exception) or log.refusal is not None:
@@ -179,7 +179,7 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
         "peer" if _follows_peer(log, name, may=from_peer, of_torch=of_torch) else "own",
         "exception",
         how="raised",
-        error=_short(log.told_error),
+        error=_shortened_error(log.told_error),
         suggests_mismatch=is_mismatch_error(exception),
         unspecific=unspecific,
     )
@@ -232,7 +232,7 @@ def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     if signal == "SIGABRT" and (gave_up or _waited_out(log, at)):
         return ended("peer", "killed", how="aborted-by-watchdog")
     if is_peer_error(failure) and signal == "SIGABRT":
-        return ended("peer", "killed", how="died", error=_short(failure))
+        return ended("peer", "killed", how="died", error=_shortened_error(failure))
     if log.closed and signal in CRASHES:
         return ended("own", "killed", how="died", was_exiting=True)
     mismatch = signal in ("SIGABRT", "SIGSEGV")
@@ -269,7 +269,7 @@ def _last_failed(log: RankLog) -> Collective | None:
     return last if last is not None and last.state is State.FAILED else None
 
 
-def _short(text: str | None) -> str:
+def _shortened_error(text: str | None) -> str:
     """Return the first line of an error, without gloo's own source file at its beginning and gloo's
     advice at its end; of NCCL's error, also the last error, which says what happened.
     """

@@ -95,12 +95,12 @@ class _Groups:
             label = labels[identity]
             if identity.store:
                 name = label if times[label] == 1 else identity.store
-                self._place(identity, claims[identity], name)
+                self._place_members(identity, claims[identity], name)
             else:
                 for claim in claims[identity]:
-                    self._place(identity, [claim], label)
+                    self._place_members(identity, [claim], label)
 
-    def _place(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
+    def _place_members(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
         """Set the members of a group for the processes that claim to be in it. If two living ones
         claim one place, these are several groups: of each, only one member is known.
         """

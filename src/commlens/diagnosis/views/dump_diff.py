@@ -192,7 +192,9 @@ def _change(old: Position | None, new: Position | None) -> _PositionChange:
     issued = now.issued - before.issued
     line = f" ({now.line})" if now.line else ""
     if issued < 0:
-        return _same("again", "issued fewer operations than before: restarted, or of another job.")
+        return _same_for_several(
+            "again", "issued fewer operations than before: restarted, or of another job."
+        )
     if not issued and old.identity == new.identity:
         if not now.in_flight:
             return _PositionChange(
@@ -206,19 +208,21 @@ def _change(old: Position | None, new: Position | None) -> _PositionChange:
     more = f"issued {count(issued, 'more operation')}" if issued else "issued nothing more"
     if not now.in_flight:
         if not issued:
-            return _same("finished", f"{more}, and {before.in_flight} has ended.")
-        return _same("moved", f"{more}, and {'it has ended' if issued == 1 else 'all have ended'}.")
+            return _same_for_several("finished", f"{more}, and {before.in_flight} has ended.")
+        return _same_for_several(
+            "moved", f"{more}, and {'it has ended' if issued == 1 else 'all have ended'}."
+        )
     if old.identity == new.identity:
         behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
         return _PositionChange("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
-    return _same(
+    return _same_for_several(
         "moved",
         f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}:"
         f" {more}.",
     )
 
 
-def _same(kind: MovementKind, predicate: str) -> _PositionChange:
+def _same_for_several(kind: MovementKind, predicate: str) -> _PositionChange:
     """Return a change whose sentence is the same for one rank and for several."""
     return _PositionChange(kind, predicate, predicate)
 

@@ -269,7 +269,7 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
     if activity in ("killed", "exit", "exception", "finished", "stopped", "holding-gil"):
         activity = ""  # the process's state says it
     collective, short_collective, age_ns = _collective(log, current)
-    at, short_at = _where(log, current)
+    at, short_at = _location(log, current)
     return StatusRow(
         [log.rank],
         log.pid,
@@ -318,7 +318,7 @@ def _short_phrase(op: Collective) -> str:
 _EXCEPTION_MAX: Final = 80
 
 
-def _where(log: RankLog, current: Collective | None) -> tuple[str, str]:
+def _location(log: RankLog, current: Collective | None) -> tuple[str, str]:
     """Return where a rank is, and the same in one word: its line, or the exception that it
     raised.
     """

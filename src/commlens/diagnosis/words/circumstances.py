@@ -68,7 +68,7 @@ def with_init_meeting(words: Words, cause: Cause) -> Words:
         return words
     if isinstance(cause, StuckInside) and cause.state == "nobody-listens":
         return _nobody_listens(words, meeting)
-    evidence = [*words.evidence, _came(meeting)]
+    evidence = [*words.evidence, _came_sentence(meeting)]
     if meeting.listens is not None:
         who = "A process listens" if meeting.listens else "Nobody listens"
         why = f": {_AGENT}" if meeting.agent and not meeting.listens else ""
@@ -76,7 +76,7 @@ def with_init_meeting(words: Words, cause: Cause) -> Words:
     return words._replace(evidence=evidence)
 
 
-def _came(meeting: InitMeeting) -> str:
+def _came_sentence(meeting: InitMeeting) -> str:
     missing = sorted({*range(meeting.size)} - {*meeting.came})
     if not missing:
         return f"All {meeting.size} ranks have come to init_process_group."

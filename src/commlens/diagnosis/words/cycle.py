@@ -53,11 +53,15 @@ _MORE_STEPS = (
 def words(context: Context, case: CycleCase) -> Words:
     """Return what a finding says about ranks that wait for each other."""
     if not case.path:
-        return _moved(context, case)
-    return _left(context, case) if case.cause.culprits else _undecided(context, case)
+        return _words_of_moved_on(context, case)
+    return (
+        _words_of_left_order(context, case)
+        if case.cause.culprits
+        else _words_of_undecided(context, case)
+    )
 
 
-def _moved(context: Context, case: CycleCase) -> Words:
+def _words_of_moved_on(context: Context, case: CycleCase) -> Words:
     """Return what a finding says about ranks that moved on to another collective than usual."""
     culprits, absent = case.cause.culprits, case.cause.perhaps_come
     op, usual = case.departures[culprits[0]]
@@ -84,7 +88,7 @@ def _moved(context: Context, case: CycleCase) -> Words:
     )
 
 
-def _left(context: Context, case: CycleCase) -> Words:
+def _words_of_left_order(context: Context, case: CycleCase) -> Words:
     cause = case.cause
     return Words(
         summary=f"{_what_was_left(case)}; {ranks_phrase(cause.ranks)} wait for each other",
@@ -119,7 +123,7 @@ def _parting(ranks: list[int], op: Collective, others: list[int], met: Collectiv
     return parting_step(ranks, op, met, paths, others)
 
 
-def _undecided(context: Context, case: CycleCase) -> Words:
+def _words_of_undecided(context: Context, case: CycleCase) -> Words:
     ranks, ops, unmet = case.cause.ranks, case.ops, case.unmet
     sides = sides_of(ops)
     across = " across groups" if _is_across_groups(case) else ""

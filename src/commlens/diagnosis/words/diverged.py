@@ -111,7 +111,7 @@ def _looked_at(cause: Diverged) -> str:
 
 
 def _summary(cause: Diverged) -> str:
-    when = _when(cause)
+    when = _when_phrase(cause)
     if cause.departure == "same-data":
         same = joined(ranks_phrase(side.ranks) for side in cause.tensors[0].sides)
         name = "the same batch" if cause.why == "same-batch" else f"the same {_subject(cause)}"
@@ -189,7 +189,7 @@ def _title(tensor: DivergedTensor) -> str:
     return f"gradient of {tensor.name}" if tensor.kind == "gradient" else tensor.name
 
 
-def _when(cause: Diverged) -> str:
+def _when_phrase(cause: Diverged) -> str:
     if cause.ops:
         return _first_op(cause)
     if cause.source == "batch":
@@ -275,8 +275,8 @@ def _not_updated(cause: Diverged) -> str:
     )
 
 
-def _after(cause: Diverged) -> str:
-    """Return the collective before the op."""
+def _previous_collective(cause: Diverged) -> str:
+    """Return a sentence about the last collective before the op."""
     after = next((side.after for side in cause.ops if side.after), None)
     return f" The last collective before it was {after}." if after else ""
 
@@ -284,7 +284,7 @@ def _after(cause: Diverged) -> str:
 def _other_ops(cause: Diverged) -> str:
     ran = "; ".join(f"{ranks_phrase(side.ranks)}: {_op(side)}" for side in cause.ops)
     return f"The next change of {cause.tensors[0].name} is another one on these ranks: {ran}." + (
-        _after(cause)
+        _previous_collective(cause)
     )
 
 
@@ -296,7 +296,9 @@ def _other_arguments(cause: Diverged) -> str:
         ", ".join(f"{value} on {side}" for value, side in zip(values, sides, strict=True))
         for values in differing
     ]
-    return f"It was called with different arguments: {'; '.join(texts)}.{_after(cause)}"
+    return (
+        f"It was called with different arguments: {'; '.join(texts)}.{_previous_collective(cause)}"
+    )
 
 
 def _other_inputs(cause: Diverged) -> str:
@@ -306,7 +308,7 @@ def _other_inputs(cause: Diverged) -> str:
         for side in cause.origins
     )
     by = f" {capital(made)}." if any(side.op for side in cause.origins) else ""
-    return f"One of its inputs differed already.{by}{_after(cause)}"
+    return f"One of its inputs differed already.{by}{_previous_collective(cause)}"
 
 
 def _own_names(cause: Diverged) -> str:
@@ -315,21 +317,21 @@ def _own_names(cause: Diverged) -> str:
     )
 
 
-def _is(text: str) -> Callable[[Diverged], str]:
+def _always(text: str) -> Callable[[Diverged], str]:
     return lambda _: text
 
 
 _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
-    "not-broadcast": _is(
+    "not-broadcast": _always(
         "It differs in the first check: the ranks did not start from the same values, or did not"
         " load the same checkpoint."
     ),
-    "other-outputs": _is(
+    "other-outputs": _always(
         "A collective gives all ranks of its group the same bytes. Here they differ as soon as it"
         " is done: they were damaged on the way or in memory, or something else writes to this"
         " tensor."
     ),
-    "other-gradients": _is("The ranks update their parameters with different gradients."),
+    "other-gradients": _always("The ranks update their parameters with different gradients."),
     "other-hyperparameters": _hyperparameters,
     "one-bit": _element,
     "one-element": _element,
@@ -349,33 +351,34 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     ),
     "other-tensors": _own_names,
     "rounding": _distance,
-    "same-data": _is("They train on the same data and count it twice."),
-    "not-finite": _is("NaN reaches all ranks with the next reduction."),
+    "same-data": _always("They train on the same data and count it twice."),
+    "not-finite": _always("NaN reaches all ranks with the next reduction."),
     "other-result": lambda cause: (
-        f"It had the same inputs on all of these ranks, and gave other outputs.{_after(cause)}"
+        "It had the same inputs on all of these ranks, and gave other outputs."
+        f"{_previous_collective(cause)}"
     ),
     "other-op": _other_ops,
     "other-arguments": _other_arguments,
     "other-inputs": _other_inputs,
     "changed-outside": lambda cause: (
-        f"{cause.tensors[0].name} changed between two ops.{_after(cause)}"
+        f"{cause.tensors[0].name} changed between two ops.{_previous_collective(cause)}"
     ),
-    "unclear": _is(""),
+    "unclear": _always(""),
 }
 
 _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
-    "not-broadcast": _is(
+    "not-broadcast": _always(
         "broadcast the values after they are made or loaded, or load the checkpoint on all ranks"
     ),
     "other-outputs": lambda cause: (
         "look for code that writes to this tensor while the collective runs; if there is none, test"
         f" the memory and the network of {ranks_phrase(_suspects(cause))}"
     ),
-    "other-gradients": _is(
+    "other-gradients": _always(
         "look for a reduction that these ranks left out: no_sync(), a gradient hook, a parameter"
         " that DDP ignores"
     ),
-    "other-hyperparameters": _is(
+    "other-hyperparameters": _always(
         "set the optimizer and its scheduler up alike on all ranks, also when a job resumes"
     ),
     "one-bit": lambda cause: (
@@ -387,7 +390,7 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         f" {ranks_phrase(_suspects(cause))} only; to see the step, compare after each one:"
         ' --check-numbers="every 1 step"'
     ),
-    "not-updated": _is("look for the code that changes it on some ranks only"),
+    "not-updated": _always("look for the code that changes it on some ranks only"),
     "other-random-numbers": lambda cause: (
         "look for code that draws random numbers on some of these ranks only, and give it a"
         " generator of its own"
@@ -399,12 +402,14 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         if cause.tensors[0].kind == "module"
         else "register the modules in the same order on all ranks: do not iterate over a set"
     ),
-    "other-tensors": _is("build the same model on all ranks"),
-    "rounding": _is(
+    "other-tensors": _always("build the same model on all ranks"),
+    "rounding": _always(
         "reduce the gradient over these ranks, or make the kernels deterministic; to allow for"
         " noise, use --check-numbers=tolerance=1e-6"
     ),
-    "same-data": _is("give each rank its own part: DistributedSampler, or another seed or shard"),
+    "same-data": _always(
+        "give each rank its own part: DistributedSampler, or another seed or shard"
+    ),
     "not-finite": lambda cause: (
         "run again with --check-numbers=nan, which names the rank and the module that had it first"
         if cause.tensors
@@ -416,9 +421,9 @@ _NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         " otherwise compare its processor, number of threads and versions of libraries with those"
         f" of {ranks_phrase(cause.victims or cause.ranks)}"
     ),
-    "other-op": _is("look at the condition under which this line runs on some ranks only"),
-    "other-arguments": _is("find out where this number comes from on each of the ranks"),
-    "other-inputs": _is(
+    "other-op": _always("look at the condition under which this line runs on some ranks only"),
+    "other-arguments": _always("find out where this number comes from on each of the ranks"),
+    "other-inputs": _always(
         "look at the op that made this input, and whether a collective should have made it equal"
     ),
     "changed-outside": lambda cause: (

@@ -212,7 +212,7 @@ def _with_hardware(words: Words, cause: OfHardware) -> Words:
         if not is_reason:
             return words
         return words._replace(
-            summary=f"{words.summary}; {_places(cause.hardware)}, {_when(first, moment)}",
+            summary=f"{words.summary}; {_places(cause.hardware)}, {_moment_phrase(first, moment)}",
             next_step=next_step(first),
             would_raise_confidence=(
                 "That it happened at the time does not prove that it was the cause; a second"
@@ -248,7 +248,7 @@ def _places(found: Sequence[Hardware]) -> str:
     return f"on {first.node}, {event_phrase(first.event)}{also}"
 
 
-def _when(hardware: Hardware, moment: str) -> str:
+def _moment_phrase(hardware: Hardware, moment: str) -> str:
     """``"2.0 s before the end"``, ``"not earlier than 10 s before the end"``."""
     early = "not earlier than " if hardware.event.since_ns else ""
     gap = duration(abs(hardware.before_s) * 1e9)
@@ -262,12 +262,12 @@ def _sentence(hardware: Hardware, moment: str) -> str:
     at = f"by {clock}" if event.since_ns else f"at {clock}"
     perhaps = "" if hardware.explains else "; that may be a coincidence"
     return (
-        f"On {hardware.node}, {event_phrase(event)} {at}{again}, {_when(hardware, moment)}"
-        f" ({_who(hardware)}){perhaps}."
+        f"On {hardware.node}, {event_phrase(event)} {at}{again}, {_moment_phrase(hardware, moment)}"
+        f" ({_ranks_clause(hardware)}){perhaps}."
     )
 
 
-def _who(hardware: Hardware) -> str:
+def _ranks_clause(hardware: Hardware) -> str:
     """``"rank 7 uses it"``, ``"ranks 2-3 are there"``."""
     if hardware.event.what == "swapping":
         return f"memory of {ranks_phrase(hardware.ranks)} is there"

@@ -52,7 +52,7 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
     gone = verb(ranks, "is gone; how it", "are gone; how they")
     exited = f"{was} killed by {end.signal}" if end.signal else f"exited with status {end.status}"
     while_exiting = f" while {verb(ranks, 'it was', 'they were')} exiting" * end.was_exiting
-    after, left = _after(end), _left(end, ranks)
+    after, left = _after_error(end), _after_last_group(end, ranks)
     words: dict[str, str] = {
         "runs": verb(ranks, "runs", "run"),
         "shuts-down": f"{verb(ranks, 'is', 'are')} shutting down",
@@ -76,12 +76,12 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
     return words[end.how]
 
 
-def _after(end: ProcessExit) -> str:
+def _after_error(end: ProcessExit) -> str:
     error = "a DistributedOperationException" if end.refused else end.error
     return f" after {error}" if error else ""
 
 
-def _left(end: ProcessExit, ranks: Sequence[int]) -> str:
+def _after_last_group(end: ProcessExit, ranks: Sequence[int]) -> str:
     if not end.was_exiting:
         return ""
     had, its = verb(ranks, "it had", "they had"), verb(ranks, "its", "their")

@@ -74,14 +74,14 @@ def _evidence(case: StragglerCase) -> list[str]:
         phase = f" ({_PHASES[cause.stretch.phase]})" if cause.stretch.phase is not None else ""
         evidence.append(
             f"{who} takes {duration(cause.stretch.extra_s * _S)} longer in each step"
-            f" {_between(case.ends)}{phase}"
+            f" {_between_lines(case.ends)}{phase}"
         )
     if cause.held_back is not None:
         evidence.append(f"{who} {_HELD_BACK[cause.why]} for {cause.held_back:.0%} of the time")
     return evidence
 
 
-def _between(ends: tuple[Collective, Collective]) -> str:
+def _between_lines(ends: tuple[Collective, Collective]) -> str:
     """Return between which lines a stretch lies."""
     first, second = (f"{op.op} in {frame_phrase(op.source)}" for op in ends)
     return (

@@ -176,7 +176,8 @@ def _no_progress(context: Context, case: StuckCase) -> Words:
     question = _open_question(cause)
     return Words(
         summary=(
-            f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(meeting)}{_rest(cause, inside)}"
+            f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(meeting)}"
+            f"{_completed_or_not(cause, inside)}"
         ),
         explanation=_explanation(context, meeting),
         next_step=(
@@ -194,7 +195,7 @@ def _open_question(cause: StuckInside) -> str:
     return joined([_ASPECTS.get(aspect, aspect) for aspect in cause.not_compared])
 
 
-def _rest(cause: StuckInside, inside: list[int]) -> str:
+def _completed_or_not(cause: StuckInside, inside: list[int]) -> str:
     if cause.completed_on:
         rest = f"; {ranks_phrase(cause.completed_on)} completed it"
     else:

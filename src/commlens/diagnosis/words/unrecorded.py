@@ -340,7 +340,7 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
         explanation=prose(
             phrases.waiting(context, case.edges),
             phrases.waiting_behind(context, ranks, case.blocked),
-            _others(context, case.involved),
+            _sentence_on_others(context, case.involved),
         ),
         next_step=(
             f"look for the line that writes the {key_phrase(op)}, and for why no rank has come"
@@ -370,14 +370,14 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
         explanation=prose(
             phrases.waiting(context, case.edges),
             phrases.waiting_behind(context, ranks, case.blocked),
-            _others(context, case.involved),
+            _sentence_on_others(context, case.involved),
         ),
         next_step=step,
         would_raise_confidence="The processes that are to meet at a store are not recorded.",
     )
 
 
-def _others(context: Context, waiting: Collection[int]) -> str:
+def _sentence_on_others(context: Context, waiting: Collection[int]) -> str:
     """Return a sentence about the ranks that wait for no key: their collectives or activities."""
     waits: dict[str, list[int]] = defaultdict(list)  # by op
     doing: dict[str, list[RankView]] = defaultdict(list)

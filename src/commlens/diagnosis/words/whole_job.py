@@ -132,7 +132,7 @@ def missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
     return [
         *_no_record(job),
-        *_elsewhere(job),
+        *_notes_on_ranks_elsewhere(job),
         *_outsiders(job.worlds),
         *_lost_heads(job),
         *(f"{capital(ranks_phrase(ranks))}: {text}." for text, ranks in _problems(job).items()),
@@ -158,7 +158,7 @@ def _no_record(job: JobIndex) -> list[str]:
     ]
 
 
-def _elsewhere(job: JobIndex) -> list[str]:
+def _notes_on_ranks_elsewhere(job: JobIndex) -> list[str]:
     if not job.elsewhere:
         return []
     if job.meets_here:

@@ -152,7 +152,7 @@ def _tar(
                         )
                         continue
                     if allowance.left <= 0:
-                        problems.append(_over(source, name, allowance))
+                        problems.append(_over_limit_note(source, name, allowance))
                         break
                     content = _content(
                         archive.extractfile(member), member.size, name, problems, allowance
@@ -206,7 +206,7 @@ def _zip(
                     continue
                 name = f"{source.name}!{printable(info.filename)}"
                 if allowance.left <= 0:  # in a zip bomb, many members share their bytes
-                    problems.append(_over(source, name, allowance))
+                    problems.append(_over_limit_note(source, name, allowance))
                     break
                 try:
                     content = _content(
@@ -267,7 +267,7 @@ def _content(stream: Any, size: int, name: str, problems: list[str], allowance: 
     return held.getvalue()
 
 
-def _over(source: Source, name: str, allowance: Allowance) -> str:
+def _over_limit_note(source: Source, name: str, allowance: Allowance) -> str:
     return (
         f"{source.name} unpacks to far more than dumps hold: {name} and all members after it were"
         f" left out (limit: {amount(allowance.limit)}, from the file's size). To read all of them,"

@@ -77,7 +77,7 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     host = _own_host(base) or folders.host
     if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
         return FileName(rank=_small(number[0]), host=host, sure=True)
-    node, local = _last(_NODE, base), _last(_LOCAL, base)
+    node, local = _last_number(_NODE, base), _last_number(_LOCAL, base)
     about = FileName(
         host=host,
         node=folders.node if node < 0 else node,
@@ -120,18 +120,18 @@ def _parts(name: str) -> list[str]:
 def _folders(parts: tuple[str, ...]) -> FileName:
     """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
-    stated = _first(_stated_rank(part) for part in near)
+    stated = _first_known(_stated_rank(part) for part in near)
     bare = (int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7)
     return FileName(
-        rank=stated if stated >= 0 else _first(bare),
+        rank=stated if stated >= 0 else _first_known(bare),
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
-        node=_first(_last(_NODE, part) for part in near),
-        local_rank=_first(_last(_LOCAL, part) for part in near),
+        node=_first_known(_last_number(_NODE, part) for part in near),
+        local_rank=_first_known(_last_number(_LOCAL, part) for part in near),
         sure=stated >= 0,
     )
 
 
-def _first(numbers: Iterable[int]) -> int:
+def _first_known(numbers: Iterable[int]) -> int:
     """Return the first number that is known; -1 if none is."""
     return next((number for number in numbers if number >= 0), -1)
 
@@ -237,7 +237,7 @@ def _stated_rank(part: str) -> int:
     return _small(short[-1]) if short else -1
 
 
-def _last(pattern: re.Pattern[str], part: str) -> int:
+def _last_number(pattern: re.Pattern[str], part: str) -> int:
     found = pattern.findall(part)
     return _small(found[-1]) if found else -1
 

@@ -51,7 +51,7 @@ def _slice(rank: int, track: int, began_ns: int, ended_ns: int, **more: Any) -> 
     return _event("X", rank, track, began_ns, dur=(ended_ns - began_ns) / _MICROSECOND, **more)
 
 
-def _about(what: str, rank: int, **args: Any) -> dict[str, Any]:
+def _metadata_event(what: str, rank: int, **args: Any) -> dict[str, Any]:
     """Return the event that says something about a rank's process, or about a track of it."""
     track = {"tid": args.pop("track")} if "track" in args else {}
     return {"ph": "M", "name": what, "pid": rank, **track, "args": args}
@@ -60,8 +60,8 @@ def _about(what: str, rank: int, **args: Any) -> dict[str, Any]:
 def _rank_name(rank: int, host: str = "") -> list[dict[str, Any]]:
     name = f"rank {rank}{f' ({host})' if host else ''}"
     return [
-        _about("process_name", rank, name=name),
-        _about("process_sort_index", rank, sort_index=rank),
+        _metadata_event("process_name", rank, name=name),
+        _metadata_event("process_sort_index", rank, sort_index=rank),
     ]
 
 
@@ -99,8 +99,8 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
             group = rows.channels[channel].group
             name = f"{group_label(group)} [{format_ranks(group.ranks)}] {group.backend}"
             name += f" ({track + 1})" if track else ""
-            yield _about("thread_name", rank, track=tid, name=name)
-            yield _about("thread_sort_index", rank, track=tid, sort_index=tid)
+            yield _metadata_event("thread_name", rank, track=tid, name=name)
+            yield _metadata_event("thread_sort_index", rank, track=tid, sort_index=tid)
         args = rows.args[int(rows.args_index[at])]
         yield _slice(
             rank,
@@ -227,7 +227,7 @@ def _trace_events(
     yield from _wait_events(rank, shift, waits, issues)
     for thread in sorted(issues):
         name = "main thread" if thread == 0 else f"thread {thread}"
-        yield _about("thread_name", rank, track=thread, name=name)
+        yield _metadata_event("thread_name", rank, track=thread, name=name)
 
 
 def _wait_events(
@@ -256,7 +256,9 @@ def _wait_events(
             number += 1
         track = thread if number == 0 else 10_000 * number + thread
         if number and not ends:
-            yield _about("thread_name", rank, track=track, name=f"waits for thread {thread}'s")
+            yield _metadata_event(
+                "thread_name", rank, track=track, name=f"waits for thread {thread}'s"
+            )
         ends.append(ended)
         arrow = about.pop("id")
         yield _slice(rank, track, began + shift, ended + shift, **about)

@@ -116,7 +116,7 @@ def _ranks(job: PageJob, stack_of: dict[int, int]) -> Ranks:
         issued=[
             max(view.log.issued, len(view.history)) if view is not None else 0 for view in views
         ],
-        last=[texts(_last(view)) for view in views],
+        last=[texts(_last_op_phrase(view)) for view in views],
         end=[
             texts(exit_words(view.exit) if view is not None else "left no record") for view in views
         ],
@@ -126,7 +126,7 @@ def _ranks(job: PageJob, stack_of: dict[int, int]) -> Ranks:
     )
 
 
-def _last(view: RankView | None) -> str:
+def _last_op_phrase(view: RankView | None) -> str:
     op = view.last_op if view is not None else None
     if op is None:
         return ""

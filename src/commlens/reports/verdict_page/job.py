@@ -116,7 +116,7 @@ class PageJob:
         for detail in range(_DETAILS, -1, -1):
             doing: dict[RankActivity, list[int]] = defaultdict(list)
             for rank in self.all_ranks:
-                doing[self._doing(rank, detail)].append(rank)
+                doing[self._activity(rank, detail)].append(rank)
             if len(doing) <= CLASSES_WANTED:
                 break
         found = sorted(
@@ -161,7 +161,7 @@ class PageJob:
             detail=detail,
         )
 
-    def _doing(self, rank: int, detail: int) -> RankActivity:
+    def _activity(self, rank: int, detail: int) -> RankActivity:
         role = self.role(rank)
         if role in ("culprit", "awaited"):
             detail = _DETAILS

@@ -36,7 +36,7 @@ def stacks(job: PageJob) -> tuple[list[StackClass], dict[int, int]]:
     for rank in [rank for rank in job.index.views if job.role(rank) in ("culprit", "awaited")][
         :_OTHER_THREADS_OF
     ]:
-        for other in _others(job, rank):
+        for other in _other_threads(job, rank):
             found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(
                 rank
             )
@@ -58,7 +58,7 @@ def stacks(job: PageJob) -> tuple[list[StackClass], dict[int, int]]:
     return classes, class_of
 
 
-def _others(job: PageJob, rank: int) -> list[ThreadStack]:
+def _other_threads(job: PageJob, rank: int) -> list[ThreadStack]:
     log = job.index.views[rank].log
     threads = {
         stack.thread: stack

@@ -60,14 +60,15 @@ def timeline(job: PageJob) -> Timeline:
         return Timeline()
     ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
-    chosen = {rank: _last(job.index.views[rank].history, most) for rank in ranks}
+    chosen = {rank: _newest_ops(job.index.views[rank].history, most) for rank in ranks}
     newest = max((op.announced_ns for ops in chosen.values() for op in ops), default=0)
     made = Timeline(left_out=len(job.index.views) - len(ranks))
     if not newest:
         return made
     zero, made.zero_is = _moment_of_the_fault(job) or (newest, "the last collective was issued")
     made.captured = max(
-        _us(max(view.now_ns for view in job.index.views.values()), zero), _us(newest, zero)
+        _microseconds(max(view.now_ns for view in job.index.views.values()), zero),
+        _microseconds(newest, zero),
     )
     made.captured_known = job.knows_capture_time
     made.notes = _notes(job, ranks)
@@ -113,8 +114,8 @@ def _columns(
     """Return the collectives of a lane whose time is known, field by field."""
     known = [op for op in ops if op.announced_ns]
     return Ops(
-        start=[_us(op.announced_ns, zero) for op in known],
-        end=[_us(op.ended_ns, zero) for op in known],
+        start=[_microseconds(op.announced_ns, zero) for op in known],
+        end=[_microseconds(op.ended_ns, zero) for op in known],
         channel=[channels(op.channel.key) for op in known],
         number=[op.sequence_number for op in known],
         name=[texts(_name(op)) for op in known],
@@ -143,7 +144,7 @@ def _lane_ranks(job: PageJob) -> list[int]:
     return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
 
 
-def _last(history: Sequence[Collective], most: int) -> list[Collective]:
+def _newest_ops(history: Sequence[Collective], most: int) -> list[Collective]:
     """Return the last collectives, and the earlier ones in flight. A coalesced group is shown by
     the record that closes it.
     """
@@ -172,7 +173,7 @@ def _name(op: Collective) -> str:
     return f"{op.op} {'to' if op.op == 'send' else 'from'} {rank_phrase(op.peer)}"
 
 
-def _us(moment: int, zero: int) -> int:
+def _microseconds(moment: int, zero: int) -> int:
     return (moment - zero) // 1000 if moment else -1 << 52
 
 
@@ -206,7 +207,7 @@ def _arrivals(
         view = job.index.views.get(rank)
         op = _op(view, key, number) if view is not None else None
         if op is not None and op.announced_ns:
-            met.append((_us(op.announced_ns, zero), rank))
+            met.append((_microseconds(op.announced_ns, zero), rank))
             names.add(op.op)
             first = first or op
         elif op is None:
@@ -230,7 +231,12 @@ def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tup
     far longer than they are.
     """
     starts = sorted(
-        {_us(op.announced_ns, zero) for ops in lanes for op in ops[-12:] if op.announced_ns}
+        {
+            _microseconds(op.announced_ns, zero)
+            for ops in lanes
+            for op in ops[-12:]
+            if op.announced_ns
+        }
     )
     if not starts:
         return (0, max(1, made.captured))

@@ -61,7 +61,7 @@ def issue_stack(frame: FrameType | None, asynchronous: bool | None) -> RawStack 
         if inside in _API:
             names.add("functional" if inside == _FUNCTIONAL else walk.f_code.co_name)
             if asynchronous is None:
-                asynchronous = _told(walk)
+                asynchronous = _async_op_of(walk)
         elif kind in (FrameKind.USER, FrameKind.LIBRARY):
             break
         elif _is_no_part_of_it(kind, file):
@@ -86,7 +86,7 @@ def _is_no_part_of_it(kind: FrameKind, file: str) -> bool:
     )
 
 
-def _told(frame: FrameType) -> bool | None:
+def _async_op_of(frame: FrameType) -> bool | None:
     """Return the ``async_op`` of a call to torch.distributed; None if it has none."""
     values = frame.f_locals
     told = values.get("async_op", values.get("async_ops"))
