@@ -1,4 +1,4 @@
-"""What the verdict on a checked program says about the branches that data decides."""
+"""The words of the verdict on a checked program about the branches that depend on data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES_NAMED = 8
 
 
 def verdict(explored: Explored) -> Verdict:
-    """Return the verdict on what was explored, with what exactly was proven."""
+    """Return the verdict on all combinations that were tried, and say what they prove."""
     found = explored.checked.verdict
     unanswered = [
         each
@@ -53,7 +53,7 @@ def verdict(explored: Explored) -> Verdict:
 
 
 def _condition(explored: Explored, unanswered: Sequence[BranchLine]) -> str:
-    """Return under which answers the first line holds."""
+    """Return the answers under which the verdict's first line holds."""
     if explored.choices and explored.checked.verdict.kind != "healthy":
         return f" if {_answers(explored.deciding)}" if explored.deciding else ""
     if len(explored.tried) > 1:
@@ -62,7 +62,7 @@ def _condition(explored: Explored, unanswered: Sequence[BranchLine]) -> str:
 
 
 def no_such_branch(branch: str, decisions: Sequence[BranchLine]) -> str:
-    """Return what to say about a ``--branch`` at whose line nothing was asked."""
+    """Return a sentence about a ``--branch`` for a line at which no value was read."""
     lines = _lines(decisions)
     return f"--branch {branch}: no rank asked for a value of a tensor at this line. " + (
         f"They did so at {lines}." if lines else "No line did so where it matters."
@@ -98,7 +98,7 @@ def _places_tried(explored: Explored) -> str:
 
 
 def _differing(explored: Explored) -> list[str]:
-    """Return what happens if one rank alone gets another answer."""
+    """Return a sentence about the fault that occurs if one rank alone gets another answer."""
     return [
         sentence(
             f"Ranks may decide differently at {choice.file}:{choice.line}: if rank {rank} alone"
@@ -109,7 +109,7 @@ def _differing(explored: Explored) -> list[str]:
 
 
 def _open_lines(unanswered: Sequence[BranchLine]) -> list[str]:
-    """Return the lines at which values decide that are not known."""
+    """Return the lines at which unknown values decide."""
     found = []
     branches = [each for each in unanswered if each.how == "truth"]
     if branches:

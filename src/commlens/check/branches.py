@@ -1,5 +1,5 @@
-"""The branches of a program that data decides, as plain data: which were met, and which way
-``--branch`` sends them.
+"""The branches of a program that depend on data, as plain data: which ones ranks met, and which
+ways ``--branch`` sends the ranks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ How = Literal[
 
 
 Answers = dict[tuple[str, int, str, tuple[tuple[int, ...], ...]], list[tuple[Value, bool]]]
-"""The answers that reads of values got which ranks have alike: by file, line, type and groups
-(none: the world), in the order of the reads; and whether the rank knew the value.
+"""The answers to reads of values that ranks have alike: by file, line, type and groups (none: the
+world), in the order of the reads; and whether the rank knew the value.
 """
 
 
 class Moment(NamedTuple):
-    """When a rank asked for a value."""
+    """The moment at which a rank asked for a value."""
 
     calls: int
-    """Collectives and messages that it had issued."""
+    """The number of collectives and messages that the rank had issued."""
     calls_in: int
-    """Those of them in the groups whose members have the value alike."""
+    """The number of those in the groups whose members have the value alike."""
 
 
 class BranchLine(msgspec.Struct, frozen=True):
@@ -52,26 +52,30 @@ class BranchLine(msgspec.Struct, frozen=True):
     forced: bool = False
     """``--branch`` gave the answers."""
     received: bool = False
-    """Only some ranks received the value: the others know it or need not know it."""
+    """Only some ranks received the value; the others know it, or do not need it."""
     asked: tuple[Moment, ...] = ()
-    """When it was asked, in order."""
+    """The moments at which it was asked, in order."""
     replaceable: bool = False
-    """Only floats went where they cannot be followed, so that others can be given instead."""
+    """Only floats went to places where they cannot be followed, so other numbers can be tried
+    instead.
+    """
     idle: bool = False
-    """The rank did the same with other numbers."""
+    """The rank did the same when it got other numbers."""
 
     @property
     def is_open(self) -> bool:
-        """Check whether a real run may go another way here."""
+        """Check whether a real run may take another branch here."""
         return not self.forced and not self.idle
 
     def is_reached(self, calls: float) -> bool:
-        """Check whether a rank makes it before it has issued so many calls."""
+        """Check whether a rank asks here before it has issued this number of calls."""
         return not self.asked or self.asked[0].calls < calls
 
     @property
     def certain(self) -> bool:
-        """Whether the program was seen to decide by the value. False if it only may have."""
+        """Whether the program was seen to take a branch by the value; False: it may have taken
+        one.
+        """
         return self.how != "number"
 
 
@@ -83,8 +87,8 @@ class Choice(msgspec.Struct, frozen=True):
     value: Value
 
     def is_at(self, file: str, line: int) -> bool:
-        """Check whether it is for this line. ``file`` is a full path; the choice may give its end
-        only.
+        """Check whether the choice is for this line. ``file`` is a full path; the choice may hold
+        only its end.
         """
         return line == self.line and (file == self.file or file.endswith("/" + self.file))
 
@@ -129,8 +133,8 @@ def parse_branch(text: str) -> Branch:
 
 
 def combinations(branches: Sequence[Branch]) -> Iterator[tuple[Choice, ...]]:
-    """Yield one choice for each branch, in all ways, those that differ least from the first answers
-    first: of a part of them, each branch alone has been tried.
+    """Yield the combinations of choices, one choice for each branch, in the order of how many
+    differ from the first answers. So if not all are tried, each branch alone has been.
     """
     for changed in range(len(branches) + 1):
         for places in itertools.combinations(range(len(branches)), changed):
@@ -148,7 +152,7 @@ def number_of_combinations(branches: Iterable[Branch]) -> int:
 
 
 def merged(decisions: Iterable[BranchLine]) -> list[BranchLine]:
-    """Merge what several ranks and runs met: one decision for each line and way, in the order of
+    """Merge the decisions of several ranks and runs: one for each line and way, in the order of
     their lines.
     """
     found: dict[tuple[str, int, How], BranchLine] = {}
@@ -162,13 +166,13 @@ def merged(decisions: Iterable[BranchLine]) -> list[BranchLine]:
 def doubtful(
     decisions: Sequence[Sequence[BranchLine]], calls: Sequence[float] = ()
 ) -> list[BranchLine]:
-    """Return the decisions of all ranks by which they may have gone ways that do not belong
-    together: a real run has other values.
+    """Return the decisions by which ranks may have taken branches that do not fit together: a real
+    run has other values.
 
     Args:
         decisions: of each rank.
-        calls: the calls that each rank issues before it waits for ever; none: all of them. What it
-            decides afterwards does not matter.
+        calls: the number of calls that each rank issues before it waits for ever; decisions after
+            these do not matter. None: all calls.
     """
     lines: dict[tuple[str, int, How], list[tuple[BranchLine, float]]] = {}
     for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True):
@@ -181,10 +185,11 @@ def doubtful(
 
 
 def _may_part(met: Sequence[tuple[BranchLine, float]], ranks: int) -> bool:
-    """Check whether a line may send ranks different ways in a real run, before they wait for ever.
+    """Check whether a line may send ranks into different branches in a real run, before they wait
+    for ever.
 
-    What ranks have alike sends them the same way if they ask for it at the same moments. A rank in
-    a run of its own leaves a loop at once in which others would keep it.
+    A value that ranks have alike sends them into the same branch if they ask for it at the same
+    moments. A rank that runs alone leaves a loop at once in which the other ranks would keep it.
     """
     if not any(each.is_reached(issued) for each, issued in met):
         return False

@@ -1,9 +1,9 @@
-"""Run a few ranks of a large world, and take the others to do what one of these does.
+"""Run a few ranks of a large world, and assume that each other rank does the same as one of these.
 
 Ranks differ by their positions: the first and the last of a mesh dimension or of a node, the stages
-of a pipeline. Those are run first; where two positions differ, the ones between them are run until
-the border is known. Ranks drawn at random then show whether the rest does what it is taken to do.
-It stays an assumption for every rank that was not run.
+of a pipeline. Those are run first. Where two positions differ, ranks between them are run until the
+border is known. Ranks drawn at random then test the assumption. It remains an assumption for every
+rank that was not run.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Run = Callable[[Iterable[int]], Mapping[int, RankSequence]]
 
 
 class Classes(NamedTuple):
-    """The ranks of a world, by what they do."""
+    """The ranks of a world, sorted into classes that do the same."""
 
     sequences: dict[int, RankSequence]
-    """Of all ranks; of those that were not run, what they are taken to do."""
+    """The sequences of all ranks; those of ranks that were not run are assumed."""
     ran: list[int]
     classes: list[list[int]]
     """All ranks that do the same, the largest class first."""
     drawn: int
-    """Ranks drawn at random that did what they were taken to do."""
+    """Ranks drawn at random that did as was assumed."""
     surprising: list[int]
-    """Ranks drawn at random, in the last round, that did something else."""
+    """Ranks drawn at random in the last round that did something else."""
 
 
 def explore_classes(
     run: Run, world_size: int, ranks_per_node: int, also: Iterable[int] = ()
 ) -> Classes:
-    """Find the classes of a world's ranks. Run these ranks in any case: ``also``."""
+    """Find the classes of a world's ranks. The ranks of ``also`` are run in any case."""
     return _Search(run, world_size, ranks_per_node).result(also)
 
 
@@ -107,7 +107,9 @@ class _Search:
         return {rank for rank in chosen if rank < self._size}
 
     def _roots(self) -> set[int]:
-        """Return the ranks that send to the whole world: only they know what."""
+        """Return the ranks that send to the whole world, since no other rank shows the tensors that
+        they send.
+        """
         return {
             op.args.root
             for sequence in self._ran.values()
@@ -116,8 +118,8 @@ class _Search:
         }
 
     def _find_borders(self) -> None:
-        """Run what is between two ranks of different classes along a dimension, until their border
-        is known; and a rank for each combination of positions.
+        """Run ranks between two ranks of different classes along each dimension until their border
+        is known, and one rank for each combination of positions.
         """
         while len(self._ran) < _RUNS:
             between = set(self._ranks_between_classes())
@@ -128,9 +130,11 @@ class _Search:
             self._run_and_classify(sorted(between)[: _RUNS - len(self._ran)])
 
     def _ranks_between_classes(self) -> Iterator[int]:
-        """Yield a rank between two neighbours of different classes along each dimension. Along
-        nodes and the world, ranks at the same places of the inner meshes are neighbours: where the
-        two ranks of tensor parallelism differ, every rank differs from the next one.
+        """Yield a rank between two neighbours of different classes along each dimension.
+
+        Along nodes and along the world, two ranks are neighbours if they have the same places in
+        the inner meshes. Otherwise the ranks of one tensor-parallel group, which differ, would make
+        every rank differ from the next one.
         """
         for each in self._dimensions:
             inner = () if each in self._meshes else self._meshes[:-1]
@@ -146,9 +150,9 @@ class _Search:
                         yield self._middle(ranks[one : other + 1])
 
     def _middle(self, ranks: list[int]) -> int:
-        """Return which of the ranks between the first and the last to run next: the middle one of
-        those with which a place of the outermost mesh begins or ends, as a pipeline's stage does;
-        if there is none, the middle one of all.
+        """Return the rank between the first and the last to run next: the middle one of those that
+        begin or end a place of the outermost mesh, as a pipeline's stage does; without such ranks,
+        the middle one of all.
         """
         stride = self._meshes[-1].stride if self._meshes else 1
         edges = [
@@ -159,7 +163,7 @@ class _Search:
         return edges[len(edges) // 2] if edges else ranks[len(ranks) // 2]
 
     def _without_a_model(self) -> Iterator[int]:
-        """Yield one rank for each combination of positions of which none was run."""
+        """Yield one rank for each combination of positions of which no rank was run."""
         known = {self._kind(rank) for rank in self._ran}
         for rank in range(self._size):
             kind = self._kind(rank)
@@ -229,7 +233,7 @@ class _Search:
         return found
 
     def _most_similar_rank(self, rank: int) -> int:
-        """Return the rank, of those that were run, which a rank resembles most."""
+        """Return the rank that was run and is most similar to a rank."""
         kind = self._kind(rank)
 
         def unlikeness(other: int) -> tuple[int, int]:

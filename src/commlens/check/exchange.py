@@ -1,14 +1,14 @@
-"""Deliver the small tensors of whole numbers that ranks give each other: counts, lengths, flags.
+"""Deliver the small tensors of whole numbers that ranks send each other: counts, lengths, flags.
 
-Programs decide by them, and in a fake world nothing arrives. But each rank knows what it gives, so
-they are delivered once the runs as the other ranks have shown it: a rank that decides by them is
-run again, as one that gathers objects is (``objects.py``). Values that were delivered are known if
-each rank knows what it gave. Otherwise they still belong together: the ranks send as many tokens as
-the others expect.
+A program takes branches by such numbers, and in a fake world none arrives. But each rank knows the
+tensors that it sends. So a rank that takes a branch by a number of other ranks is run again once
+those have run, and then receives their tensors, as it receives objects (``objects.py``). The
+numbers count as known if each sender knew its own. If not, they are still consistent: the ranks
+send as many tokens as the others expect.
 
-A collective is the same on all ranks if it has the same place among those of its group, as on a
-real backend; a message, if it has the same place among all between its ranks and among those with
-its tag. Tried on torch 2.13.0.
+Calls of different ranks belong to one collective if they have the same number among the calls of
+their group, as on a real backend. A send and a receive belong together if they have the same number
+among the messages between their ranks, and among those with their tag. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.preview.objects import Key, Message
 
 TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-"""The dtypes of the tensors that are delivered. No floats: their sum depends on the order in which
-a backend adds them.
+"""The dtypes of the tensors that are delivered. Floats are not: their sum depends on the order in
+which a backend adds them.
 """
 
 NUMBERS_MAX = 4096
-"""Of one tensor: a larger one is data."""
+"""The largest tensor that is delivered, in elements; a larger one is data."""
 
 TENSOR = "tensor"
 """The function in the keys of small tensors, before the name of their group."""
 
-_BYTES_KEPT = 1_000_000  # of what one rank gives
+_BYTES_KEPT = 1_000_000  # of the tensors that one rank sends
 _INPUTS = {  # the position of the tensor that a rank gives
     "allreduce_": 0,
     "broadcast_": 0,
@@ -64,18 +64,18 @@ _PLUMBING = (  # through which every call goes
 
 
 class _Call(NamedTuple):
-    """A collective or message that gives this rank something."""
+    """A collective or message whose result this rank receives."""
 
     name: str
     outputs: list[torch.Tensor]
     ranks: Ranks
     keys: list[Key]
-    """Of what it takes, by rank."""
+    """The keys of the tensors that make up the result, one for each rank that sends."""
     how: tuple[Any, ...]
 
 
 class CheckExchange(tap.Subscriber):
-    """A subscriber of the tap, which serves one run."""
+    """A subscriber of the tap that delivers the small tensors of one run."""
 
     sees_fake_tensors = True  # to count all calls
 
@@ -85,13 +85,20 @@ class CheckExchange(tap.Subscriber):
         messages: Mapping[Key, Message | None],
         guess: Callable[[GuessKind], None],
     ) -> None:
-        """Play a rank that knows what others gave in their runs. Call ``guess`` where values count
-        as known from now on: it must turn out that the others give these.
+        """Play a rank, with the tensors that other ranks sent in their runs.
+
+        Args:
+            rank: the rank.
+            messages: the tensors of the other ranks; None: a tensor is not known yet.
+            guess: called when delivered values count as known from here on. They are a guess until
+                the other ranks have run again and have sent the same.
         """
         self.gave: dict[Key, Message] = {}
-        """What this rank gives."""
+        """The tensors that this rank sends."""
         self.is_wanted = False
-        """Whether something that was not delivered decides, or goes into what this rank gives."""
+        """Whether an undelivered value decides a branch, or goes into a tensor that this rank
+        sends.
+        """
         self._rank = rank
         self._messages = messages
         self._guess = guess
@@ -103,8 +110,8 @@ class CheckExchange(tap.Subscriber):
 
     @property
     def took(self) -> dict[Key, Message | None]:
-        """What other ranks gave this one; None for what they were not seen to give yet, if it is
-        wanted.
+        """The tensors of other ranks that this rank received. A tensor that is not known yet is
+        None, and is listed only if it is wanted.
         """
         return {
             key: message
@@ -124,7 +131,9 @@ class CheckExchange(tap.Subscriber):
     # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> _Call | None:
-        """Keep what this rank gives, and return what it takes, if anything."""
+        """Keep the tensor that this rank sends, and return the call if this rank receives a
+        result.
+        """
         group = self._origins.groups.find(tap.unbox_group(arguments[spec.process_group]))
         ranks = tuple(group.ranks)
         sources, receiver = self._ends(spec, arguments, ranks)
@@ -152,7 +161,9 @@ class CheckExchange(tap.Subscriber):
         return _Call(spec.name, outputs, ranks, keys, how) if outputs else None
 
     def returned(self, call: _Call | None, _: Any) -> None:
-        """Write what the ranks give into the outputs of a call."""
+        """Write the result into the outputs of a call, if the tensors of all its ranks are
+        known.
+        """
         if call is None or all(key[1] == self._rank for key in call.keys):
             return
         given = self._given_to(call)
@@ -167,7 +178,9 @@ class CheckExchange(tap.Subscriber):
             self._mark(call, ValueOrigin(frozenset({call.ranks}), known=True) if same else None)
 
     def _given_to(self, call: _Call) -> list[Given] | None:
-        """Return what the ranks give to a call; None if one was not seen to give it yet."""
+        """Return the tensors that the ranks send in a call; None if one of them is not known
+        yet.
+        """
         others = {key: self._messages.get(key) for key in call.keys if key[1] != self._rank}
         self._took.update(others)
         messages = [self.gave.get(key) or others.get(key) for key in call.keys]
@@ -188,8 +201,8 @@ class CheckExchange(tap.Subscriber):
     def _ends(
         self, spec: tap.OpSpec, arguments: tuple[Any, ...], ranks: Ranks
     ) -> tuple[Ranks, int | None]:
-        """Return the ranks that give something, and the only one that gets it, if it is a
-        message.
+        """Return the ranks that send, and the rank that receives; None if all ranks of the group
+        receive.
         """
         if spec.name == "recv_any_source_":
             self._receives_from_any.add(ranks)
@@ -203,8 +216,8 @@ class CheckExchange(tap.Subscriber):
     def _number_of_call(
         self, line: tuple[Any, ...], spec: tap.OpSpec, arguments: tuple[Any, ...]
     ) -> tuple[int, tuple[Any, ...]]:
-        """Return the number of a call on its line: those of a group, or between two ranks. And what
-        the ranks must agree on.
+        """Return the call's number among the calls of its group, or among the messages between its
+        two ranks; and the arguments on which its ranks must agree.
         """
         self._numbers[line] += 1
         if spec.tag >= 0:
@@ -217,7 +230,9 @@ class CheckExchange(tap.Subscriber):
         return self._numbers[line], (reduce_op_name(noted or arguments[spec.reduce_op]),)
 
     def _small_tensor(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return the tensor that a rank gives, or into which it gets one, if that can be kept."""
+        """Return the tensor that a rank sends, or receives into; None if it is not one that is
+        delivered.
+        """
         tensor = _single_tensor(arguments[_INPUTS[spec.name]]) if spec.name in _INPUTS else None
         if tensor is None or isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
             return None
@@ -249,8 +264,8 @@ def _outputs(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> list[torch.Tensor]
 
 
 def _called_by_torch() -> bool:
-    """Check whether torch itself calls a collective, as those of objects do: what these give each
-    other is delivered elsewhere.
+    """Check whether torch itself makes a call, as in collectives of objects. ``objects.py``
+    delivers these.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         code = frame.f_code
@@ -264,8 +279,9 @@ def _called_by_torch() -> bool:
 
 
 def settled(gathered: Mapping[Key, Message | None]) -> set[GuessKind]:
-    """Return what is no guess any more if ranks give what a rank took from them: None where a
-    gather of objects took copies of the rank's own.
+    """Return the kinds of guesses that are confirmed if the ranks sent the same again. Guesses
+    about objects are not among them where a gather used copies of the rank's own object, which is
+    None here.
     """
     copied = any(
         message is None and not key[0].startswith(TENSOR) for key, message in gathered.items()
@@ -277,10 +293,10 @@ def settled(gathered: Mapping[Key, Message | None]) -> set[GuessKind]:
 
 
 class Given(NamedTuple):
-    """What one rank gives."""
+    """The tensor that one rank sends in a call."""
 
     op: str  # of c10d
-    how: tuple[Any, ...]  # what else ranks must agree on, such as the reduce op
+    how: tuple[Any, ...]  # other arguments on which ranks must agree, such as the reduce op
     known: bool  # whether the rank decides the values alone, or knows all that they come from
     splits: tuple[int, ...]  # rows for each rank; empty: the same number for each
     tensor: torch.Tensor
@@ -293,7 +309,7 @@ class Given(NamedTuple):
 
 
 def unpack(message: Message) -> Given:
-    """Return what :meth:`Given.pack` packed."""
+    """Return the tensor that :meth:`Given.pack` packed."""
     op, how, known, splits, shape, dtype = pickle.loads(message[0])
     tensor = torch.empty(shape, dtype=dtype)
     if message[1]:
@@ -302,8 +318,8 @@ def unpack(message: Message) -> Given:
 
 
 def result(given: Sequence[Given], place: int, outputs: Sequence[torch.Tensor]) -> bool:
-    """Write what a collective gives the rank at ``place`` of the group into its outputs, and return
-    True; do nothing and return False if the ranks' tensors do not fit together.
+    """Write the result of a collective into the outputs of the rank at ``place`` of the group, and
+    return True. Write nothing and return False if the ranks' tensors do not fit together.
     """
     first = given[0]
     if any(
@@ -324,7 +340,7 @@ def result(given: Sequence[Given], place: int, outputs: Sequence[torch.Tensor]) 
 
 
 def _contents(given: Sequence[Given], place: int) -> list[torch.Tensor]:
-    """Return the tensors that a rank gets, from each of the others or of all together."""
+    """Return the tensors of a rank's result: one from each rank, or one reduced from all."""
     tensors = [each.tensor for each in given]
     if given[0].op == "allreduce_":
         return _reduced(tensors, given[0].how[0])
@@ -335,14 +351,16 @@ def _contents(given: Sequence[Given], place: int) -> list[torch.Tensor]:
 
 
 def _parts(given: Given, ranks: int) -> Sequence[torch.Tensor] | None:
-    """Return what a rank gives each of the others; None if its splits do not fit its tensor."""
+    """Return the part of a tensor for each rank; None if the splits do not fit the tensor."""
     rows = given.tensor.shape[0] if given.tensor.dim() else 0
     splits = given.splits or (rows // ranks,) * ranks
     return given.tensor.split(splits) if sum(splits) == rows and len(splits) == ranks else None
 
 
 def _reduced(tensors: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-    """Return the tensors reduced to one; none if they or the reduce op do not allow it."""
+    """Return the reduced tensor in a list; an empty list if the shapes or the reduce op do not
+    allow it.
+    """
     if len({each.shape for each in tensors}) > 1:
         return []
     stacked, dtype = torch.stack(tensors), tensors[0].dtype

@@ -22,7 +22,7 @@ from commlens.model.cause import LatentFault
 from commlens.model.verdict import Finding
 
 COMBINATIONS = 16
-"""How many to try unless the user says otherwise."""
+"""How many combinations are tried unless the user says so."""
 
 Choices = tuple[Choice, ...]
 Sequences = Mapping[int, RankSequence]
@@ -37,22 +37,22 @@ class Alone(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """A latent fault of a run that is not the worst, which the worst one does not have."""
+    """A latent fault that another run has and the worst run does not."""
 
     choices: Choices
-    """Of the first run that has it."""
+    """The answers of the first run that has it."""
     finding: Finding
 
 
 class Explored(NamedTuple):
-    """What came of a program with several answers."""
+    """The results of a program with several combinations of answers."""
 
     checked: Checked
-    """The worst of all: a fault, else a run that proves nothing, else the first."""
+    """The worst run: one with a fault, else one that proves nothing, else the first."""
     choices: Choices
     """Of that run."""
     deciding: Choices
-    """Those of these answers without which the verdict may be another one."""
+    """The answers without which the verdict may be another one."""
     tried: list[Choices]
     combinations: int
     """That there are."""
@@ -100,7 +100,7 @@ def explore(
 
 
 def _deciding(worst: Choices, worlds: Mapping[Choices, World]) -> Choices:
-    """Leave out each answer that changes nothing, whatever the others left out before it are."""
+    """Leave out each answer without which the verdict stays the same."""
     found = worlds[worst].checked.verdict.summary
     deciding = set(worst)
     for choice in worst:
@@ -132,7 +132,9 @@ def _with_one_rank_alone(
     judge: Callable[[Sequences], Checked],
     decisions: Sequence[BranchLine],
 ) -> Iterator[Alone]:
-    """Let the last rank, then the first one, get another answer than the rest."""
+    """Yield the faults that occur if one rank alone, the last or the first one, gets another
+    answer.
+    """
     first, *others = runs
     for choices in others:
         changed = [choice for choice in choices if choice not in first]

@@ -1,5 +1,5 @@
-"""Files for which a program looks. Ranks run one after another, so that some find a file that
-others wrote, where a real job has all of them find it, or none.
+"""Files that a program looks for. Ranks run one after another, so a rank may find a file that
+another rank has written, where in a real job all ranks find it, or none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.patches import Patches
 
 _PASSED_OVER = (FrameKind.PYTHON, FrameKind.TORCH)
-"""Code between the user's line and the look, such as ``torch.load``. Other libraries look for much
-of their own, such as caches.
+"""Code between the user's line and the look, such as ``torch.load``. Looks of other libraries are
+left out: they are for files of their own, such as caches.
 """
 
 
@@ -34,7 +34,7 @@ class _ThreadFiles(threading.local):
 
 
 class Files:
-    """Notes for which files the program looks, and what it finds."""
+    """Notes which files the program looks for, and which it finds."""
 
     def __init__(self) -> None:
         self.looks: dict[str, FileLook] = {}
@@ -82,7 +82,7 @@ class Files:
             return original(path, *args, **kwargs)
 
     def _match(self, original: Any, path: Any, *pattern: Any, **kwargs: Any) -> Any:
-        """Note what ``glob.glob(pattern)`` finds, or ``path.glob(pattern)``."""
+        """Note the files that ``glob.glob(pattern)`` or ``path.glob(pattern)`` finds."""
         with self._outermost_look():
             found = list(original(path, *pattern, **kwargs))
         of_path, name = isinstance(path, pathlib.Path), original.__name__
@@ -91,7 +91,9 @@ class Files:
 
     @contextlib.contextmanager
     def _outermost_look(self) -> Iterator[bool]:
-        """Leave out what one look does inside. Yield whether this is the outermost one."""
+        """Leave out the looks that torch makes inside of a look. Yield whether this is the
+        outermost one.
+        """
         outer, self._here.is_looking = self._here.is_looking, True
         try:
             yield not outer
@@ -112,7 +114,9 @@ class Files:
 
 
 def changing(looks: Sequence[Mapping[str, FileLook]]) -> list[Frame]:
-    """Return the lines that found other files on some ranks: others wrote them in between."""
+    """Return the lines that found different files on some ranks, because other ranks had written
+    them in between.
+    """
     by_path: dict[str, list[FileLook]] = {}
     for own in looks:
         for path, look in own.items():

@@ -1,7 +1,7 @@
-"""Numbers that a program read from tensors, followed until it decides by them.
+"""Numbers that a program read from tensors, followed until it takes a branch by them.
 
-A followed number is a number of the same type and value. It reports when it is compared or asked
-for its truth, and what is computed from it is followed too.
+A followed number is an int or float of the same value. It reports when it is compared or used as a
+truth value. The results of computations with it are followed, too.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ class Reader(Protocol):
     """Where a followed number comes from."""
 
     def decide(self, outcome: bool) -> bool:
-        """Return the outcome of a comparison or a question for the truth."""
+        """Return the outcome of a comparison, or the number's truth value."""
 
     def lose(self, value: Any) -> None:
-        """Note that the number went where it cannot be followed."""
+        """Note that the number went to a place where it cannot be followed."""
 
     def join(self, other: Reader) -> Reader:
-        """Return the reader of what is computed from numbers of both."""
+        """Return the reader of a result that is computed from this reader's number and
+        another's.
+        """
 
 
 class FollowedFloat(float):
@@ -57,7 +59,7 @@ def follow(value: Any, reader: Reader) -> Any:
 
 
 def install(patches: Patches) -> None:
-    """Follow numbers through ``math``, whose functions ask no method of theirs."""
+    """Follow numbers through the functions of ``math``, which call none of a number's methods."""
     from torch.jit import _builtins
 
     table = _builtins._get_builtin_table()
@@ -77,7 +79,7 @@ def _call_and_follow(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_reader(result: Any, reader: Reader) -> Any:
-    """Decide a comparison, and follow a number."""
+    """Return a method that decides a comparison, and follows a number."""
     if type(result) is bool:
         return reader.decide(result)
     if type(result) is tuple:  # divmod

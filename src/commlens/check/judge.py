@@ -25,7 +25,7 @@ _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
 
 
 class Checked(NamedTuple):
-    """A checked program."""
+    """A checked program with its verdict."""
 
     verdict: Verdict
     examined: ExaminedJob
@@ -34,7 +34,7 @@ class Checked(NamedTuple):
     backend: str
     steps: int  # that the rank with the fewest has done
     hinges_on_numbers: bool = False
-    """Only numbers that were read, and may decide nothing, leave open whether there is a fault."""
+    """The verdict is open only because of numbers that were read and that may decide nothing."""
 
 
 def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: str = "") -> Checked:
@@ -85,8 +85,8 @@ def _examine(
 
 
 def _latent(examined: ExaminedJob, sequences: Mapping[int, RankSequence]) -> list[Finding]:
-    """Return what is wrong with a program that runs to its end: ranks that swapped collectives, and
-    calls that some ranks of a group left out, although nobody waits for them there.
+    """Return the latent faults of a program that runs to its end: ranks that swapped collectives,
+    and calls that some ranks of a group left out although no rank waits for them there.
     """
     found = find_swaps(examined.job)
     if not any(each.cut_off or each.problem for each in sequences.values()):
@@ -122,7 +122,9 @@ def _sentence_on_other_backend(
 
 
 class _Reached(NamedTuple):
-    """How far a rank comes: to the call at which it waits for ever, or at which ranks differ."""
+    """The point that a rank reaches: the call at which it waits for ever, or at which the ranks
+    differ.
+    """
 
     events: float  # number of its events before that call
     calls: float  # number of its calls up to that one
@@ -149,9 +151,9 @@ def _reached(state: RankState, found: Verdict) -> _Reached:
 def _decisions(
     outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
 ) -> list[BranchLine]:
-    """Return the values by which ranks may have gone other ways than in a real run, or by which the
-    culprits may have failed: in a run of one rank alone, an assertion about a value that other
-    ranks send fails.
+    """Return the values by which ranks may have taken other branches than in a real run, or by
+    which the culprits may have failed: a rank that runs alone fails at an assertion about a value
+    that other ranks send.
     """
     states = outcome.ranks
     doubtful = doubtful_decisions(
@@ -175,9 +177,9 @@ def _failed(outcome: Outcome, culprits: Sequence[int]) -> list[RankSequence]:
 def _guesses(
     outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
 ) -> list[Guess]:
-    """Return what the program had to guess, and the files by which ranks may have gone other ways
-    than in a real run, or by which the culprits may have failed: in a run of one rank alone, a
-    file that others write is not there.
+    """Return the program's guesses, and the files by which ranks may have taken other branches than
+    in a real run, or by which the culprits may have failed: a rank that runs alone does not find a
+    file that other ranks write.
     """
     states = outcome.ranks
     guesses = [

@@ -1,5 +1,5 @@
-"""Objects and keys of the job's store that ranks of a fake world give each other, known from the
-runs as these ranks.
+"""Objects, and keys of the job's store, that ranks of a fake world send each other. The runs as the
+sending ranks show them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SharedValues:
         return replace(self, messages=messages)
 
     def add(self, messages: dict[Key, Message], keys: dict[str, list[bytes]]) -> None:
-        """Add what a rank has given."""
+        """Add the objects and keys that a rank has sent."""
         self.messages.update(messages)
         for key, values in keys.items():
             known = self.keys.setdefault(key, [])
@@ -46,7 +46,7 @@ class SharedValues:
             del known[KEYS_KEPT:]
 
     def differs(self, gathered: Mapping[Key, Message | None], ranks: Collection[int]) -> bool:
-        """Check whether any of these ranks gives another object than a gather took from it."""
+        """Check whether one of these ranks sent another object than a gather received from it."""
         return any(
             self.messages.get(key) != message
             for key, message in gathered.items()
@@ -54,11 +54,11 @@ class SharedValues:
         )
 
     def has(self, need: Need) -> bool:
-        """Check whether a rank has given it."""
+        """Check whether a rank has sent this object or written this key."""
         return need in self.keys if isinstance(need, str) else need in self.messages
 
     def update(self, other: SharedValues) -> None:
-        """Take over what another one knows, in place."""
+        """Take over the values that ``other`` holds, in place."""
         self.messages.update(other.messages)
         self.keys.update(other.keys)
         self.answers.update(other.answers)
@@ -66,8 +66,9 @@ class SharedValues:
 
 
 class SharedObjects(Objects):
-    """Keeps every object that this rank sends and every key that it writes. Where it needs one that
-    is not known, it waits, and goes on to the next call if no rank gives it.
+    """Keeps every object that this rank sends and every key that it writes. Where the rank needs an
+    object or a key that is not known, it waits, and goes on to the next call if no rank ever sends
+    it.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class SharedObjects(Objects):
         recorder: SequenceRecorder,
         wait_for: Callable[[Need], None],
     ) -> None:
-        """Play a rank that knows what others have given. ``wait_for`` returns when it is decided
-        whether one of them gives what this rank needs.
+        """Play a rank with the values that other ranks have shared. ``wait_for`` returns when
+        ``shared`` has the needed value, or when it is certain that no rank ever sends it.
         """
         super().__init__(rank, shared.messages, None)
         self.sent: dict[Key, Message] = {}
         self.keys: dict[str, list[bytes]] = {}
         self.gathered: dict[Key, Message | None] = {}
-        """The objects that gathers took from other ranks; None where its own stood for them."""
+        """The objects that gathers received from other ranks; None where a copy of this rank's own
+        was used.
+        """
         self._own: dict[str, bytes] = {}  # the keys that this rank wrote last
         self._shared = shared
         self._recorder = recorder
@@ -163,8 +166,8 @@ class SharedObjects(Objects):
         return super()._message(key)
 
     def _gather(self, original: Any, given: dict[str, Any]) -> Any:
-        """Gather the objects that the other ranks were seen to give. As long as some are not known,
-        the rank goes on with copies of its own.
+        """Gather the objects that the other ranks sent in their runs. In place of an object that is
+        not known yet, the rank gets a copy of its own.
         """
         ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:

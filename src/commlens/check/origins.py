@@ -1,6 +1,6 @@
-"""Where the values of tensors come from: what the rank computes alone, and what other ranks send.
+"""The origins of tensors' values: whether the rank computes them alone, or other ranks send them.
 
-In a fake world nothing arrives, so a tensor that a collective wrote, and all that is computed from
+In a fake world nothing arrives. So a tensor that a collective wrote, and every result computed from
 it, has values that no real run would have. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
@@ -26,16 +26,16 @@ Ranks = tuple[int, ...]
 
 
 class ValueOrigin(NamedTuple):
-    """Of a value that went through collectives."""
+    """The origin of a value that went through collectives."""
 
     alike: frozenset[Ranks] = frozenset()
-    """The groups in which they gave every member the same."""
+    """The groups in which the collectives gave every member the same value."""
     known: bool = False
-    """This rank has sent it, so it knows the value that the others will get."""
+    """This rank has sent the value, so it knows what the other ranks will get."""
     received: bool = False
-    """Only some ranks received it: the others know it or need not know it."""
+    """Only some ranks received the value; the others know it, or do not need it."""
     undelivered: bool = False
-    """Other ranks were not seen to give it yet (``exchange.py``)."""
+    """Other ranks have not been seen to send it yet (``exchange.py``)."""
 
 
 UNKNOWN = ValueOrigin()
@@ -66,8 +66,8 @@ _SHAPED_BY_VALUES = {
 
 
 def joined(origins: Sequence[ValueOrigin | None]) -> ValueOrigin | None:
-    """Return the origin of what is computed from values of these origins; None stands for a value
-    that the rank alone decides, of which other ranks may have another one.
+    """Return the origin of a result that is computed from values of these origins. None stands for
+    a value that the rank computes alone, so that other ranks may have another one.
     """
     others = [origin for origin in origins if origin is not None]
     if all(origin.known for origin in others):
@@ -102,7 +102,7 @@ class Origins(EagerMode, tap.Subscriber):
     def __init__(
         self, on_read: Callable[[ValueOrigin | None], None], on_shape: Callable[[ValueOrigin], None]
     ) -> None:
-        """Call ``on_read`` where a value is read, and ``on_shape`` where one that is not known
+        """Call ``on_read`` where the program reads a value, and ``on_shape`` where an unknown value
         decides the shape of a tensor.
         """
         super().__init__()
@@ -128,7 +128,7 @@ class Origins(EagerMode, tap.Subscriber):
         tap.detach(self)
 
     def of(self, tensor: Any) -> ValueOrigin | None:
-        """Return the origin of a tensor's values; None if the rank alone decides them."""
+        """Return the origin of a tensor's values; None if the rank computes them alone."""
         storage = _storage(tensor)
         found = None if storage is None else self._origins.get(storage._cdata)
         if found is not None:
@@ -183,7 +183,7 @@ class Origins(EagerMode, tap.Subscriber):
         given: list[torch.Tensor],
         result: Any,
     ) -> None:
-        """Note what an op of these arguments computed."""
+        """Note the origin of the results that an op computed from these arguments."""
         if origin is not None and not origin.known and _shaped_by_values(func, args):
             self._on_shape(origin)
         if func._schema.name in _OVERWRITES and _is_whole(given[0]):
@@ -192,8 +192,8 @@ class Origins(EagerMode, tap.Subscriber):
         self._give(origin, given, (result, written))
 
     def _give(self, origin: ValueOrigin | None, given: list[torch.Tensor], result: Any) -> None:
-        """Set the origin of an op's results. One that shares its storage with an argument is a
-        view, or only a part of it was written.
+        """Set the origin of an op's results. A result that shares its storage with an argument
+        keeps the argument's origin, too: it is a view, or only a part of it was written.
         """
         if origin is None:
             for tensor in _tensors((result,)):
@@ -208,7 +208,9 @@ class Origins(EagerMode, tap.Subscriber):
                 self.mark(tensor, origin)
 
     def _reduce_again(self, func: Any, origin: ValueOrigin | None, result: Any) -> None:
-        """Add what the functional all_reduce hides from the tap: it reduces a copy."""
+        """Mark the result of the functional all_reduce, which reduces a copy, so that the tap does
+        not see it.
+        """
         if origin is not None and func._schema.name.endswith("::all_reduce"):
             for tensor in _tensors((result,)):
                 own = self.of(tensor) or UNKNOWN
@@ -217,7 +219,7 @@ class Origins(EagerMode, tap.Subscriber):
     # --- collectives, called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """Return what :meth:`returned` needs."""
+        """Return the call, which :meth:`returned` needs."""
         group = tap.unbox_group(arguments[spec.process_group])
         ranks = tuple(self.groups.find(group).ranks)
         self.calls += 1
@@ -243,7 +245,7 @@ class Origins(EagerMode, tap.Subscriber):
 
 
 def _result_of(op: str, ranks: Ranks, inputs: ValueOrigin | None, *, is_root: bool) -> ValueOrigin:
-    """Return the origin of what a collective of c10d gives a rank."""
+    """Return the origin of the values that a rank receives from a collective of c10d."""
     before = inputs.alike if inputs is not None else frozenset()
     if op == "broadcast_":
         return ValueOrigin(frozenset({ranks}), is_root and (inputs is None or inputs.known))

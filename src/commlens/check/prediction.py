@@ -1,7 +1,8 @@
-"""What a rank would do if it did what another one does: the same calls, in its own groups.
+"""The sequence that a rank would have if it did the same as another rank: the same calls, in the
+rank's own groups.
 
-A rank's groups are those along the same dimensions; a root is at the same place in the group, and a
-peer at the same distance or at the same place.
+The rank's groups are those along the same dimensions. A root has the same place in the group; a
+peer is at the same distance or at the same place.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Dimension(NamedTuple):
 
 
 def dimension_of(ranks: tuple[int, ...]) -> Dimension | None:
-    """Return the dimension to which a group belongs; None if it lies crooked."""
+    """Return the dimension to which a group belongs; None if its ranks are not at equal
+    distances.
+    """
     if len(ranks) < 2:
         return None
     found = Dimension(ranks[1] - ranks[0], len(ranks))
@@ -50,7 +53,9 @@ def dimension_of(ranks: tuple[int, ...]) -> Dimension | None:
 
 
 def names_in(sequences: Iterable[RankSequence]) -> dict[Group, list[str]]:
-    """Return the names that ranks have for groups: a rank often sees those of others made."""
+    """Return the names of all groups, collected from all ranks: a rank often sees only the groups
+    that it makes.
+    """
     found: dict[Group, list[str]] = {}
     for sequence in sequences:
         own: dict[Group, list[str]] = {}
@@ -69,8 +74,8 @@ def names_in(sequences: Iterable[RankSequence]) -> dict[Group, list[str]]:
 
 
 def fixed_peers(like: RankSequence, others: Iterable[RankSequence]) -> frozenset[int]:
-    """Return the indices of messages whose peer has the same place in the group for all ranks that
-    do the same, such as a first rank that all send to.
+    """Return the indices of messages whose peer is at the same place of the group for all ranks
+    that do the same, such as a first rank to which all send.
     """
     return frozenset(
         op.index
@@ -86,14 +91,14 @@ def fixed_peers(like: RankSequence, others: Iterable[RankSequence]) -> frozenset
 def predict(
     like: RankSequence, rank: int, names: Names, fixed: frozenset[int] | None = frozenset()
 ) -> RankSequence | None:
-    """Return the sequence of a rank that does what ``like`` does; None if it cannot, because it is
-    not in a group.
+    """Return the sequence of a rank that does the same as another rank; None if the rank is not in
+    one of the other rank's groups.
 
     Args:
-        like: the sequence of another rank.
+        like: the sequence of the other rank.
         rank: the rank.
         names: of groups.
-        fixed: the indices of messages whose peer has a place of its own; None: of all.
+        fixed: the indices of messages whose peer is at a fixed place of the group; None: all are.
     """
     try:
         events = _Other(like, rank, names, fixed).events()
@@ -103,7 +108,7 @@ def predict(
 
 
 def does_as(like: RankSequence, other: RankSequence, names: Names) -> bool:
-    """Check whether a rank does what another one does."""
+    """Check whether a rank does the same as another one."""
     if _facts(like) != _facts(other) or len(like.events) != len(other.events):
         return False
     near, far = predict(like, other.rank, names), predict(like, other.rank, names, fixed=None)
@@ -229,7 +234,7 @@ def _call(event: Event) -> Collective | None:
 
 
 def _facts(sequence: RankSequence) -> tuple[object, ...]:
-    """Return what others may notice of a sequence besides its events."""
+    """Return the facts of a sequence that other ranks may notice, besides its events."""
     return (
         sequence.end,
         sequence.exit_code,
@@ -242,7 +247,7 @@ def _facts(sequence: RankSequence) -> tuple[object, ...]:
 
 
 def _comparable(events: Iterable[Event]) -> list[object]:
-    """Return events without what only this run has."""
+    """Return events without the details that differ from run to run."""
     threads: dict[int, int] = {}
     found: list[object] = []
     for event in events:

@@ -44,11 +44,11 @@ class RankProcesses:
         self._sequences: dict[int, RankSequence] = {}
         self._waiting: dict[int, Player] = {}
         self.outputs: dict[int, str] = {}
-        """What the program printed, by rank."""
+        """The program's output, by rank."""
 
     def with_number(self, number: float) -> RankProcesses:
-        """Return ranks that know what these gave each other, and get another number where a float
-        is read whose value a rank alone cannot know.
+        """Return new processes with the same shared values. Where a program reads a float that a
+        rank alone cannot know, it gets ``number``.
         """
         other = RankProcesses(self._plan._replace(number=number))
         other._shared, other._answers = copy.deepcopy(self._shared), dict(self._answers)
@@ -56,7 +56,9 @@ class RankProcesses:
 
     @property
     def waited_in_vain(self) -> bool:
-        """Whether a rank waits for a key of the store that none of those that were run writes."""
+        """Whether a rank waits for a key of the store that no rank writes, as far as ranks were
+        run.
+        """
         return any(isinstance(need, str) for need in self._shared.never)
 
     def sequences_of(self, ranks: Iterable[int]) -> dict[int, RankSequence]:

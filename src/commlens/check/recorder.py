@@ -1,6 +1,7 @@
 """The recorder of a sequence: a subscriber of the tap, in a process that plays one rank.
 
-It notes what a live rank's black box would hold, and every wait, in order. Tried on torch 2.13.0.
+It notes, in order, all waits and all facts that a live rank's black box would hold. Tried on torch
+2.13.0.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ _LIBRARY_STEPS = {
     ("_fsdp_collectives.py", "foreach_reduce"): "the gradients of a block of FSDP2",
     ("tensor/_redistribute.py", "redistribute_local_tensor"): "a redistribution of a DTensor",
 }
-"""By file and function of torch, for what reason it issues collectives. Tried on torch 2.13.0."""
+"""By file and function of torch: the reason why it issues collectives. Tried on torch 2.13.0."""
 
 _ENDED_BY_US = "commlens: the run ends here"
 _COMPILER_SETTINGS: tuple[tuple[UnseenKind, str, str], ...] = (
@@ -102,7 +103,7 @@ _COMPILER_SETTINGS: tuple[tuple[UnseenKind, str, str], ...] = (
 
 
 class GuessedRank(int):
-    """The rank whose message a receive from any source took, which is a guess. It tells where the
+    """The rank whose message a receive from any source took, which is a guess. It reports where the
     program uses it.
     """
 
@@ -367,7 +368,7 @@ class SequenceRecorder(tap.Subscriber):
         return slow
 
     def wait_begins(self, work: Any) -> None:
-        """A thread waits for a Work."""
+        """Note that a thread begins to wait for a Work."""
         if index := self._index_of(work):
             self._waits(index)
 
@@ -394,7 +395,7 @@ class SequenceRecorder(tap.Subscriber):
         self._unwaited.pop(self._index_of(work), None)
 
     def _index_of(self, work: Any) -> int:
-        """Return the index of the op that a Work is of; 0 if that is not known."""
+        """Return the index of the op to which a Work belongs; 0 if it is unknown."""
         return self._works.get(id(work), (None, 0))[1]
 
     def _poll(self, original: Any, work: Any) -> Any:
@@ -499,7 +500,7 @@ class SequenceRecorder(tap.Subscriber):
         return result
 
     def _note_world(self, given: dict[str, Any], frame: FrameType) -> None:
-        """Note that the program asks for another world size or rank than those that are run."""
+        """Note that the program asks for another world size or rank than the check runs."""
         size = torch.distributed.get_world_size()
         for name, runs, words in (
             ("world_size", size, f"a world of {{}} ranks, but this check runs {size}"),
@@ -537,7 +538,7 @@ class SequenceRecorder(tap.Subscriber):
             self.note_unseen("store", frame, f"{host}:{port}")
 
     def note_unseen(self, what: UnseenKind, frame: FrameType | None, name: str = "") -> None:
-        """Note something that this run does not show."""
+        """Note a fact that this run cannot show."""
         unseen = Unseen(what, user_frame(self.stack_of_frame(frame)), name)
         if unseen not in self.sequence.unseen:
             self.sequence.unseen.append(unseen)
@@ -668,13 +669,13 @@ class SequenceRecorder(tap.Subscriber):
             raise EndOfRun(_ENDED_BY_US)
 
     def not_a_member(self) -> None:
-        """The rank called a collective of a group that it is not in: torch warns and does
+        """Note that the rank called a collective of a group that it is not in. torch warns and does
         nothing.
         """
         self._not_a_member[self.stack_of_frame(sys._getframe(2))] += 1
 
     def guess(self, what: GuessKind) -> None:
-        """Note that the program asked for something that this rank alone cannot know."""
+        """Note that the program asked for a value that this rank alone cannot know."""
         self.sequence.guesses.append(
             Guess(what, self.stack_of_frame(sys._getframe(2)), len(self.sequence.events))
         )
@@ -683,7 +684,7 @@ class SequenceRecorder(tap.Subscriber):
 
     def found_hazards(self) -> list[Hazard]:
         """Return the latent faults: Works never waited for, calls on groups of others, groups that
-        pile up. What the program may still do if it goes on is none.
+        pile up. A fault that the program may still mend after the end of the run is left out.
         """
         hazards = [
             Hazard("not-a-member", times, stack) for stack, times in self._not_a_member.items()

@@ -1,4 +1,4 @@
-"""How far the ranks come, as the records that a real job would leave."""
+"""The records that a real job would leave when its ranks have come as far as they do in a check."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BEGAN_NS = 1_000_000_000_000_000_000
 
 
 def logs_of(outcome: Outcome, backend: str, *, script: str = "") -> list[RankLog]:
-    """Return the log of each rank, at the moment when none of them goes on.
+    """Return the log of each rank, at the moment when no rank can go on.
 
-    Ranks that may go on, because a rank whose sequence was cut off may do what they wait for, have
-    no records of what they wait for.
+    If a rank's sequence was cut off, it may still do what other ranks wait for. The logs of ranks
+    that wait for such a rank do not show their waits.
     """
     channels: dict[int, Channel] = {}  # by id of the recorded one
 

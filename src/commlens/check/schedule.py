@@ -1,8 +1,8 @@
 """Put the sequences of all ranks together: let every rank go on until it waits for another one, by
 the rules of a backend.
 
-A pure function. The order of events does not change how far each rank gets, except for a receive
-from any source: ``schedule`` tries each sender that it may take a message from.
+This is a pure function. The order of events does not change how far each rank gets, except for a
+receive from any source: ``schedule`` tries each sender whose message it may take.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Mailbox = tuple[ChannelKey, int, int]
 
 
 class Rules(NamedTuple):
-    """When calls of a backend wait for other ranks.
+    """The rules by which calls of a backend wait for other ranks.
 
-    A rule that is not certain is the one by which fewer ranks wait: a deadlock is one of every run.
+    Where a rule is uncertain, the one by which fewer ranks wait is used, so that every reported
+    deadlock is one of all runs.
     """
 
     backend: str
@@ -79,7 +80,7 @@ class Op:
 
 @dataclass(eq=False)
 class _Thread:
-    """A thread of a rank, and how far it has come."""
+    """A thread of a rank, and the events that it has done."""
 
     rank: int
     events: Sequence[Event]
@@ -119,8 +120,8 @@ class Outcome:
 
 
 class _Schedule:
-    """One execution. ``choices`` are the senders to take where a receive from any source has
-    several.
+    """One execution. ``choices`` are the senders whose messages are taken where a receive from any
+    source could take several.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class _Schedule:
         self.ranks[thread.rank].ended_at = self._clock()
 
     def _do_event(self, thread: _Thread, event: Event) -> Op | None:
-        """Do one event, once. Return the op that it waits for."""
+        """Do one event, only once. Return the op for which it waits."""
         if isinstance(event, Issue):
             self._issue(thread.rank, event.op)
             return None
@@ -283,7 +284,7 @@ class _Schedule:
         self._start_next(op.stream)
 
     def _start_next(self, stream: deque[Op]) -> None:
-        """Start what comes next in a stream, and in those that move on because of it."""
+        """Start the next op of a stream, and of the streams that can go on because of it."""
         self._moving.append(stream)
         if len(self._moving) > 1:
             return  # the call that runs already does it: a stream may be long
@@ -361,7 +362,9 @@ class _Schedule:
         self._match(box)
 
     def _match(self, box: Mailbox) -> None:
-        """Let the receives of a mailbox take messages, as long as it is certain which."""
+        """Let the receives of a mailbox take messages as long as it is certain which message each
+        takes.
+        """
         receives, sends = self._receives[box], self._sends[box]
         matched = True
         while matched:
@@ -405,7 +408,9 @@ class _Schedule:
     # --- ranks whose sequence is not complete
 
     def _freed(self, blocked: set[int]) -> set[int]:
-        """Return the ranks that may go on if those whose sequence was cut off do what is needed."""
+        """Return the ranks that may go on if the ranks whose sequences were cut off do what is
+        needed.
+        """
         freed = {
             rank
             for rank, state in self.ranks.items()
@@ -424,7 +429,7 @@ class _Schedule:
         return freed
 
     def _may_end(self, op: Op, freed: set[int]) -> bool:
-        """Return whether only ranks that may still do anything hold an op up."""
+        """Return whether an op waits only for ranks that may still do anything."""
         record = op.record
         if record.is_point_to_point:
             others = {record.peer} if record.peer is not None else set(record.channel.group.ranks)
@@ -444,7 +449,7 @@ class _Schedule:
 
 
 def _needed(op: Op, arrived: Mapping[int, Op]) -> list[Op] | None:
-    """Return the ops that an op needs to complete; None if they have not all come."""
+    """Return the ops of other ranks that an op needs to complete; None if one is missing."""
     record = op.record
     name, root = record.op, record.args.root
     if name in SENT_BY_ROOT and root is not None:
@@ -476,8 +481,8 @@ def _threads_of(sequence: RankSequence) -> list[_Thread]:
 
 
 def _place_of(thread: _Thread, sequence: RankSequence) -> float:
-    """Return the number of events before the one at which a thread stands. With several threads it
-    is not known what they do after it.
+    """Return the number of events before the one at which a thread waits; infinite if the rank has
+    several threads, whose other events may come before or after it.
     """
     if len(thread.events) < len(sequence.events):
         return math.inf
@@ -514,7 +519,7 @@ def schedule(sequences: Mapping[int, RankSequence], rules: Rules) -> Outcome:
 
 
 def _next_choices(choices: Sequence[int], widths: Sequence[int]) -> list[int] | None:
-    """Return the choices of the next order to try: the last one that can be raised is."""
+    """Return the choices of the next order to try: raise the last choice that can be raised."""
     made = [*choices, *[0] * len(widths)][: len(widths)]
     for place in reversed(range(len(made))):
         if made[place] + 1 < widths[place]:

@@ -1,9 +1,9 @@
-"""Where a program asks for values of tensors that a run of one rank alone cannot know, and the
-answers that ``--branch`` gives.
+"""The lines at which a program reads values of tensors that a run of one rank alone cannot know,
+and the answers that ``--branch`` gives there.
 
-A value is not known if another rank sends it, or if it is computed from one that is not known
-(``origins.py``). A number that is read decides nothing yet; ``followed.py`` sees when it does.
-Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+A value is unknown if another rank sends it, or if it is computed from an unknown value
+(``origins.py``). Reading a number decides nothing yet; ``followed.py`` sees when it does. Tried on
+torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEVER = Moment(0, 0)
 
 
 class Values:
-    """Notes where the program asks for values that are not known, while entered.
+    """Notes the lines at which the program reads unknown values, while entered.
 
     Enter it inside the fake world.
     """
@@ -132,7 +132,7 @@ class Values:
         return self._follow_each(result, origin)
 
     def _follow_each(self, result: Any, origin: ValueOrigin | None) -> Any:
-        """Return a value that was read, or the values of a list."""
+        """Follow a value that was read, or each value of a list."""
         if isinstance(result, list):
             return [self._follow_each(each, origin) for each in result]
         if not _is_plain(result):  # an array
@@ -145,7 +145,7 @@ class Values:
         return followed.follow(value, reader)
 
     def _lost(self, result: Any, origin: ValueOrigin | None) -> Any:
-        """Return a value that is not seen any more."""
+        """Return a value that can no longer be followed."""
         value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
         reader = reader or self._reader(origin)
         replaceable = type(value) is float and not reader.settled
@@ -165,7 +165,7 @@ class Values:
         )
 
     def _answer(self, value: Any, origin: ValueOrigin | None) -> tuple[Any, _Reader]:
-        """Return the answer to a read: that of a choice, else the one that others got."""
+        """Return the answer to a read: the choice's, else the one that other ranks got."""
         reader, place = self._reader(origin), user_frame(sys._getframe())
         if place is None:
             return value, reader
@@ -182,8 +182,8 @@ class Values:
     def _shared(
         self, value: Any, origin: ValueOrigin, place: Frame, reader: _Reader
     ) -> tuple[Any, bool]:
-        """Return what the other ranks got for a value that is the same on them, and whether one of
-        them knew it.
+        """Return the answers that the other ranks got for a value that is the same on them, and
+        whether one of them knew it.
         """
         scope = () if reader.alike else tuple(sorted(origin.alike))
         key = place.file, place.line, type(value).__name__, scope
@@ -232,7 +232,7 @@ class Values:
         return outcome
 
     def lose(self, value: Any, reader: _Reader, *, replaceable: bool = False) -> None:
-        """Note that a number went where it cannot be followed."""
+        """Note that a number went to a place where it cannot be followed."""
         place = None if reader.settled else user_frame(sys._getframe())
         if place is not None:
             plain = value if _is_plain(value) else None
@@ -298,7 +298,9 @@ class _Met:
 
 
 class _Reading(threading.local):
-    """The origins of what the running function of torch has read; None outside of any."""
+    """The origins of the values that the running function of torch has read; None outside of
+    any.
+    """
 
     read: list[ValueOrigin | None] | None = None
 
@@ -328,7 +330,7 @@ class _Reader:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing about the number is open."""
+        """Whether the number is certain."""
         return self.known or self.forced
 
     def decide(self, outcome: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What the verdict on a checked program says."""
+"""The words of the verdict on a checked program."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def no_fault(
 
 
 def unproven(found: Verdict, guesses: Sequence[Guess]) -> Verdict:
-    """Return the verdict on a fault that may not occur, since a rank asked for something that this
-    check had to guess.
+    """Return the verdict on a fault that may not occur, since the check had to guess a value that a
+    rank asked for.
     """
     return Verdict(
         kind="undetermined",
@@ -116,7 +116,7 @@ def elsewhere(other: str, backend: str, found: Verdict) -> str:
 
 
 def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]:
-    """Return sentences about what this check does not prove."""
+    """Return sentences about the limits of this check."""
     found = [
         f"Rank {rank} is not known to its end: {sequence.problem}."
         for rank, sequence in sequences.items()
@@ -145,7 +145,7 @@ def limits(sequences: Mapping[int, RankSequence], outcome: Outcome) -> list[str]
 
 
 def _unexplained_waits(outcome: Outcome) -> str:
-    """Return where ranks wait for ever, of which no fault was found."""
+    """Return the places at which ranks wait for ever although no fault was found."""
     op = outcome.ranks[outcome.stuck[0]].blocked_in[0].record
     waits = f"{ranks_phrase(outcome.stuck)} {verb(outcome.stuck, 'waits', 'wait')} for ever"
     where = f"{op.op} at {frame_phrase(op.source) or 'an unknown line'}"
