@@ -275,3 +275,34 @@ def test_a_run_without_a_process_group_says_that_nothing_was_verified(bench: Ben
     program = bench.launch("--debug", "alone.py")
     assert program.end() == 0, program.report()
     assert program.error.count("nothing was verified: this run made no process group") == 1
+
+
+KILLS = """
+import os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(4):
+    dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_the_exit_status_says_whether_to_start_a_job_again(bench: Bench) -> None:
+    """A rank that is killed may have had bad luck; one that is killed again had not."""
+    bench.script.write_text(KILLS)
+    plain = bench.launch("train.py")
+    plain.end()
+    assert plain.process.returncode == 1
+    again = bench.launch("--exit-by-action", "train.py")
+    again.end()
+    assert again.process.returncode == 77
+    actions = [
+        json.loads(file.read_text())["action"]
+        for file in sorted(bench.dumps.glob("*/verdict.json"))
+    ]
+    assert [(one["do"], one["because"], one.get("attempts", 1)) for one in actions] == [
+        ("retry", "killed", 1),
+        ("stop", "again", 2),
+    ]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from commlens.diagnosis.action import action_of
 from commlens.diagnosis.align.alignment import RecordMismatch, align_records
 from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.causes.circumstances import Affected, name_lost_nodes, shared_place
@@ -250,6 +251,7 @@ def examine_dumps(
         verdict = _with_told(verdict, told, verdict.looked_at or sources)
     if verdict.cause is not told:
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
+    verdict.action = action_of(verdict)
     return examined._replace(verdict=verdict)
 
 
@@ -312,6 +314,8 @@ def _examine(
     if verdict.kind == "healthy" and latent:
         verdict.summary = whole_job.first_line("nothing hangs", latent)
     verdict.findings = [*findings, *latent]
+    hosts = {rank: view.log.host for rank, view in job.views.items() if view.log.host}
+    verdict.action = action_of(verdict, hosts=hosts)
     return ExaminedJob(verdict, job, mismatches, graph)
 
 

@@ -39,6 +39,11 @@ from commlens.errors import DumpError, FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation
 
+VERDICT_MAX: Final = 1 << 20
+"""The most bytes of a saved verdict that are read."""
+EARLIER_MAX: Final = 8
+EARLIER_WITHIN_NS: Final = 7 * 86_400 * 1_000_000_000
+"""How many earlier verdicts are compared, and how old they may be."""
 BOX_BYTES_MAX: Final = SIZE_MAX  # largest box that is saved, in bytes
 PRIVATE: Final = 0o600  # permissions that let nobody but the owner read a file
 _STAMP: Final = re.compile(r"-\d{8}-\d{6}\b")
@@ -391,6 +396,30 @@ def save_reports(
             f"The verdict could not be written beside the dump in {folder}: {reason(error)}."
         ) from error
     return folder / f"index{suffix}.html"
+
+
+def earlier_verdicts(dump_root: Path, name: str) -> list[bytes]:
+    """Return the verdicts (JSON) that were saved of earlier runs of a program, the newest first.
+
+    Args:
+        dump_root: holds the dumps.
+        name: of this run's dump: program, start, and what tells its runs apart.
+    """
+    found: list[tuple[int, bytes]] = []
+    with contextlib.suppress(OSError):
+        for path in dump_root.iterdir():
+            if path.name == name or _program_of(path.name) != _program_of(name):
+                continue
+            with contextlib.suppress(OSError), opened_folder(path) as opened:
+                content, at_ns = peek(opened, "verdict.json", VERDICT_MAX), marked_at(opened)
+                if content and at_ns and time.time_ns() - at_ns < EARLIER_WITHIN_NS:
+                    found.append((at_ns, content))
+    return [content for _, content in sorted(found, reverse=True)[:EARLIER_MAX]]
+
+
+def _program_of(name: str) -> str:
+    """Return a dump's name without the time of its start and the ids after it."""
+    return _STAMP.split(name, maxsplit=1)[0]
 
 
 def discard_job(job_dir: Path) -> None:

@@ -21,7 +21,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
 
 from commlens import error_file
 from commlens.blackbox import job_dirs
@@ -38,6 +39,7 @@ from commlens.launch.options import (
     usage_error,
 )
 from commlens.launch.worker import check_program, show_from_program
+from commlens.model.verdict import Do
 from commlens.processes.senders import senders_remembered
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import STOP_NUMBERS, Watcher
@@ -45,6 +47,10 @@ from commlens.watch.watcher import STOP_NUMBERS, Watcher
 _STEPS = re.compile(r"all|\d+(:\d*)?|:\d+")
 _OF_A_RENDEZVOUS = ("store-unreachable", "store-lost", "rendezvous", "not-all-joined", "port-taken")
 _ANSWERS_WITHIN_S = 2.0
+EXIT_STATUSES: Final[Mapping[Do, int]] = MappingProxyType(
+    {"retry": 75, "exclude-node": 76, "stop": 77}
+)
+"""With ``--exit-by-action``. 75 is what sysexits.h calls a temporary failure."""
 FINISH_S = 10.0
 """How long the end of the job may wait for the watcher's final report."""
 
@@ -90,6 +96,15 @@ def torchrun_parser() -> argparse.ArgumentParser:
         dest="commlens_trace_dir",
         metavar="DIR",
         help="save the traces here (default commlens-trace)",
+    )
+    parser.add_argument_group("restarts").add_argument(
+        "--exit-by-action",
+        dest="commlens_exit_by_action",
+        action="store_true",
+        help=(
+            "after a verdict, end with 75 (retry), 76 (retry without the named nodes) or 77 (stop)"
+            " in place of 1"
+        ),
     )
     parser.set_defaults(commlens_options=own_options(parser) - torchruns)
     return parser
@@ -160,6 +175,7 @@ def launch(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     check_counts(arguments)
     _check_program(arguments)
+    by_action = arguments.commlens_exit_by_action
     settings = _take_settings(arguments)
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
@@ -181,7 +197,8 @@ def launch(argv: Sequence[str]) -> int:
         logging.disable(logging.WARNING)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    watching: contextlib.AbstractContextManager[Watcher | None] = contextlib.nullcontext()
+    watcher = None
     tracing = settings.trace is not None and _trace_workers(arguments, settings)
     started = time.time()
     if settings.box_entries:
@@ -194,7 +211,7 @@ def launch(argv: Sequence[str]) -> int:
             print(f"commlens: {building}", file=sys.stderr)
         watching = _watching(settings, failures, end_job)
     try:
-        with watching:
+        with watching as watcher:
             try:
                 record(run)(arguments)
             except ChildFailedError as error:
@@ -211,14 +228,14 @@ def launch(argv: Sequence[str]) -> int:
         if was_aborted:
             # torchrun has written that it was ended by SIGTERM
             error_file.write(os.environ, why_aborted, overwrite=True)
-            return 1
+            return _exit_status(watcher, by_action=by_action)
         show_from_program(error)
         if isinstance(error, ChildFailedError):
             error.__traceback__ = None
         sys.excepthook(type(error), error, error.__traceback__)
         if not isinstance(error, ChildFailedError) and (advice := _advice(error)):
             print(f"commlens: this launcher did not join the job: {advice}.", file=sys.stderr)
-        return 1
+        return _exit_status(watcher, by_action=by_action)
     finally:
         if tracing:
             _print_trace_summary(settings.trace_dir, since=started)
@@ -373,10 +390,18 @@ def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
     arguments.module = True
 
 
+def _exit_status(watcher: Watcher | None, *, by_action: bool) -> int:
+    """Return the exit status of a job that failed: 1, or what its verdict says to do."""
+    verdict = watcher.reporter.verdict if watcher is not None and by_action else None
+    if verdict is None or verdict.action is None:
+        return 1
+    return EXIT_STATUSES.get(verdict.action.do, 1)
+
+
 @contextlib.contextmanager
 def _watching(
     settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[str], None]
-) -> Iterator[None]:
+) -> Iterator[Watcher]:
     """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
     roots = job_dirs.box_roots(settings.box_dir)
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
@@ -390,7 +415,7 @@ def _watching(
     thread.start()
     try:
         with senders_remembered(STOP_NUMBERS):
-            yield
+            yield watcher
     finally:
         if previous is not None:
             with contextlib.suppress(ValueError):

@@ -925,6 +925,8 @@ class Dead(OfHardware, tag="dead", kw_only=True):
     waits: list[Wait]  # for these ranks
     awaited: list[Rank] = []  # those of the ranks that the waits are for
     ended_by_it: list[Rank] = []  # their processes ended after these
+    signal: str = ""  # that ended the first of them: "SIGKILL"
+    error: str = ""  # that it raised: its type and first line
     doubt: DeathDoubt | None = None
 
 

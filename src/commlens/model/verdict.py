@@ -4,7 +4,7 @@ render it.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -23,6 +23,62 @@ from commlens.model.worlds import ONE_WORLD, Worlds
 SCHEMA = "commlens.verdict/2"
 
 NOTHING_FOUND: Final[tuple[Kind, ...]] = ("healthy", "undetermined")
+
+
+Do = Literal["retry", "exclude-node", "stop", "wait", "unknown"]
+"""``retry``: start the job again, the cause passes. ``exclude-node``: start it again without these
+nodes. ``stop``: the program or its settings are at fault, so each attempt will meet the fault.
+``wait``: the job may still go on by itself. ``unknown``: the evidence does not decide.
+"""
+
+Because = Literal[
+    "hardware",
+    "node-lost",
+    "storage",
+    "data",
+    "preempted",
+    "time-limit",
+    "connection",
+    "stale-address",
+    "stuck",
+    "crashed",
+    "killed",
+    "working",
+    "program",
+    "exception",
+    "memory",
+    "settings",
+    "cancelled",
+    "again",
+    "not-known",
+]
+"""Why.
+
+``hardware``: a part of the node broke. ``node-lost``: the node fell silent. ``storage``: a file
+server does not answer. ``data``: a rank reads or writes files, and does not come back.
+``preempted``: the scheduler took the node away. ``connection``: a connection or a store was lost.
+``stale-address``: a store kept an address of an earlier start. ``stuck``: a collective that all its
+ranks have entered does not complete. ``crashed``: a process ended by a signal of its own.
+``killed``: another process ended it. ``working``: ranks visibly work. ``program``: ranks disagree,
+wait for each other, or leave out what the others do. ``exception``: the program raised it, or
+exited with a status. ``memory``: there was not enough. ``settings``: of the job or the node, such
+as a port that is taken. ``cancelled``: a person ended the job. ``again``: an earlier attempt ended
+with the same fault.
+"""
+
+
+class Action(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What to do with the job, and why."""
+
+    do: Do
+    because: Because
+    confidence: Confidence
+    nodes: list[str] = []  # hosts to exclude; else those of the culprits, as far as they are known
+    parts: list[str] = []  # of these nodes, that broke: a GPU's PCI address, a network interface
+    since_ns: int = 0  # when the first of them broke, Unix ns; 0: nothing broke
+    line: str | None = None  # of the program: file name and line number
+    wait_s: float | None = None  # how long ranks may still work before they count as stuck
+    attempts: int = 1  # in a row that ended with this fault, with this one
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -86,6 +142,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     looked_at: str = ""  # "4 ranks, 812 collectives on 3 groups"
     # of several worlds: ranks in this verdict are numbers of these processes
     worlds: Worlds = ONE_WORLD
+    action: Action | None = None  # what to do with the job; None: nothing, or not decided yet
 
     @property
     def is_fault(self) -> bool:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+from commlens.diagnosis.action import action_of
 from commlens.diagnosis.causes.circumstances import (
     add_init_meeting,
     add_ras_witness,
@@ -47,7 +48,9 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
         _add_hardware(found.cause, hosts, job)
     findings = [describe(job, found) for found in causes]
     if findings:
-        return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
+        verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
+        verdict.action = action_of(verdict)
+        return verdict
     finding = describe_none_waits(job, none_waits(job))
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked)
     verdict.findings = []

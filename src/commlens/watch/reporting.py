@@ -338,6 +338,7 @@ class Reporter:
         self.say = say or say_to_stderr
         self.evidence = evidence
         self.verdict: Verdict | None = None  # the last one printed
+        self._former: list[Verdict] = []  # on faults of former workers, the last one first
         self.before_restart = ""  # the last fault of the former workers, as its verdict puts it
         self.dump: Path | None = None  # the last one saved
         self.is_saving = False  # its page may be missing
@@ -354,6 +355,8 @@ class Reporter:
 
     def forget(self) -> None:
         """Forget the verdict and the evidence of former workers."""
+        if self.verdict is not None and self.verdict.is_fault:
+            self._former.insert(0, self.verdict)
         self.verdict = self.dump = self._diagnosed = None
         self.logs = []
         self.evidence.forget()
@@ -431,6 +434,8 @@ class Reporter:
         so it is only a notice.
         """
         self.verdict = verdict
+        with contextlib.suppress(Exception):  # the verdict is printed without it
+            self._decide_action(verdict)
         if self.before_restart and verdict.is_fault and verdict.findings:
             said = sentence(f"Before the workers were restarted: {self.before_restart}")
             verdict.findings[0].evidence.append(said)
@@ -443,6 +448,19 @@ class Reporter:
             self.counts[verdict.kind] += 1
             self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
+
+    def _decide_action(self, verdict: Verdict) -> None:
+        """Add what to do with the job, by what is wrong and by what ended earlier attempts."""
+        from commlens.diagnosis.action import action_of
+
+        before = list(self._former)
+        if self._settings.dump_dir and verdict.is_fault:
+            name = save.dump_name(self._folders)
+            for content in save.earlier_verdicts(Path(self._settings.dump_dir), name):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    before.append(msgspec.json.decode(content, type=Verdict))
+        hosts = {log.rank: log.host for log in self.logs if log.host}
+        verdict.action = action_of(verdict, hosts=hosts, before=before)
 
     def report_slow(self, verdict: Verdict) -> None:
         """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the

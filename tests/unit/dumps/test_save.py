@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ from live_jobs import SEEN, let_everybody_in, live_job, ranks_of, run_code, unpr
 from commlens.blackbox.reader import read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import read_evidence
-from commlens.dumps.save import SavedRank, add_node, dump_name, save_dump, save_reports
+from commlens.dumps.save import (
+    SavedRank,
+    add_node,
+    dump_name,
+    earlier_verdicts,
+    save_dump,
+    save_reports,
+)
 from commlens.errors import DumpError
 from commlens.model.verdict import Verdict
 from commlens.reports.page import render_page
@@ -68,6 +76,27 @@ class TestSaving:
         )
         save_dump(live_job(tmp_path, job="job-2"), tmp_path / "dumps", {}, host="n03", keep=1)
         assert not saved.exists()
+
+    def test_earlier_verdicts_are_of_the_same_program_and_not_old(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dumps = tmp_path / "dumps"
+        for number, name in enumerate(
+            ["train-20260101-000000-1", "train-20260101-000001-2", "eval-20260101-000000-3"]
+        ):
+            folder = dumps / name
+            folder.mkdir(parents=True)
+            (folder / MARKER).write_text(
+                json.dumps({"schema": "commlens.dump/1", "saved_ns": time.time_ns() + number})
+            )
+            (folder / "verdict.json").write_bytes(b"%d" % number)
+        (dumps / "train-20260101-000002-4").mkdir()
+        (dumps / "train-20260101-000003-5").symlink_to(dumps / "train-20260101-000000-1")
+        assert earlier_verdicts(dumps, "train-20260201-000000-9") == [b"1", b"0"]
+        assert earlier_verdicts(dumps, "train-20260101-000001-2") == [b"0"]
+        assert earlier_verdicts(tmp_path / "none", "train-20260201-000000-9") == []
+        monkeypatch.setattr(time, "time_ns", lambda: 1 << 62)
+        assert earlier_verdicts(dumps, "train-20260201-000000-9") == []
 
     def test_a_folder_of_somebody_elses_is_filled_but_never_marked(self, tmp_path: Path) -> None:
         target = tmp_path / "dumps" / dump_name([live_job(tmp_path)])

@@ -1,5 +1,5 @@
 """Golden files hold the words of whole verdicts, each in one place: the verdict as ``commlens
-diagnose`` prints it, and its causes as data. Tests assert facts, and leave the words to these.
+diagnose`` prints it, what to do with the job, and its causes as data. Tests assert facts, and leave the words to these.
 
 ``make goldens`` writes the files anew; read the difference in review.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from commlens.diagnosis.action import action_of
 from commlens.model.cause import Cause
 from commlens.model.verdict import Verdict
 from commlens.reports.terminal import render
@@ -25,7 +26,13 @@ def golden_text(verdict: Verdict) -> str:
     """Return what the golden file of a verdict contains."""
     others = [finding.cause for finding in verdict.findings if finding.cause is not verdict.cause]
     causes = [verdict.cause, *others]
-    return render(verdict) + "".join(f"\n{_facts(cause)}" for cause in causes if cause is not None)
+    action = action_of(verdict)
+    do = f"\naction: {json.dumps(msgspec.to_builtins(action))}\n" if action is not None else ""
+    return (
+        render(verdict)
+        + do
+        + "".join(f"\n{_facts(cause)}" for cause in causes if cause is not None)
+    )
 
 
 def _facts(cause: Cause) -> str:

@@ -223,6 +223,8 @@ def _add_death(
         waits=waits_of(context, edges),
         awaited=[node.rank for node in nodes],
         ended_by_it=peers,
+        signal=view.exit.signal,
+        error=view.exit.error,
         doubt=doubt,
     )
     op = most_waited(edges).op if edges else view.last_op

@@ -1,8 +1,9 @@
-"""The next step that each kind of finding recommends."""
+"""The next step that each kind of finding recommends, and what to do with the job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from commlens.diagnosis.align.alignment import RecordMismatch
@@ -14,6 +15,7 @@ from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.matching.errors import ErrorKind, StoreReason, known_error, peer_host, worker_end
 from commlens.model.cause import Recomputed, Rounds
 from commlens.model.collective import Collective, Frame
+from commlens.model.verdict import Action, Because, Do
 from commlens.text import (
     frame_phrase,
     is_of_key,
@@ -26,6 +28,38 @@ from commlens.text import (
 )
 
 _HOSTS_MAX = 4
+_DO: Final[Mapping[Do, str]] = MappingProxyType(
+    {
+        "retry": "start it again",
+        "exclude-node": "start it again without {nodes}",
+        "stop": "do not start it again unchanged",
+        "wait": "wait",
+        "unknown": "",
+    }
+)
+_BECAUSE: Final[Mapping[Because, str]] = MappingProxyType(
+    {
+        "hardware": "a part of the node broke",
+        "node-lost": "the node does not answer any more",
+        "storage": "a file server does not answer",
+        "data": "a rank was reading or writing data, which may pass",
+        "preempted": "the scheduler took a node away",
+        "time-limit": "its time limit was over",
+        "connection": "a connection was lost",
+        "stale-address": "an address of an earlier start was used",
+        "stuck": "a collective did not complete, and nothing shows why",
+        "crashed": "a process crashed, once so far",
+        "killed": "a process was killed from outside",
+        "working": "ranks still work",
+        "program": "each attempt will meet this fault of the program",
+        "exception": "each attempt will meet this exception",
+        "memory": "each attempt will need as much memory",
+        "settings": "each attempt will meet these settings",
+        "cancelled": "it was cancelled",
+        "again": "the same fault has ended it before",
+        "not-known": "",
+    }
+)
 
 
 def lines_of(ops: Iterable[Collective]) -> list[str]:
@@ -668,3 +702,12 @@ def step_without_tensors(op: str, at: str) -> str:
         at: its line, as in ``" at train.py:57 step"``; may be empty.
     """
     return _STEPS_OF_CALLS.get(op, "").format(op=op, at=at)
+
+
+def action_phrase(action: Action) -> str:
+    """Return what to do in a clause, with the reason; empty if the evidence does not decide."""
+    do = _DO[action.do].format(nodes=joined(action.nodes) or "the node that broke")
+    if not do:
+        return ""
+    again = f" ({action.attempts} attempts in a row)" if action.attempts > 1 else ""
+    return f"{do}: {_BECAUSE[action.because]}{again}"

@@ -6,6 +6,7 @@ import time
 
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.words.next_steps import action_phrase
 from commlens.diagnosis.words.phrases import exit_words
 from commlens.model.ranklog import RankLog
 from commlens.reports.page import render_page
@@ -20,7 +21,7 @@ from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Index, timeline
 from commlens.reports.verdict_page.wait_graph import wait_graph
-from commlens.text import naming_worlds
+from commlens.text import capital, naming_worlds
 from commlens.version import __version__
 
 _FILES_NAMED = 3
@@ -79,6 +80,7 @@ def _facts(job: PageJob) -> list[tuple[str, str]]:
     logs = [view.log for view in views]
     captured = max(view.now_ns for view in views) / 1e9 if job.has_times else 0
     hosts = sorted({log.host for log in logs} - {""})
+    action = job.verdict.action
     found = {
         "Job": logs[0].job,
         "Script": next((log.script for log in logs if log.script), ""),
@@ -89,6 +91,7 @@ def _facts(job: PageJob) -> list[tuple[str, str]]:
         "Recorded until": captured
         and time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured)),
         "Versions": ", ".join(f"{name} {each}" for name, each in sorted(logs[0].versions.items())),
+        "Restart": capital(action_phrase(action)) if action is not None else "",
         "Read from": _files(sorted({log.source for log in logs} - {""})),
     }
     return [(name, str(value)) for name, value in found.items() if value]

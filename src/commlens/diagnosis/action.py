@@ -1,0 +1,353 @@
+"""Decide what to do with a job after a verdict: one table over causes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from commlens.diagnosis.index.process_exit import CRASHES
+from commlens.matching.error_texts import consequence_of
+from commlens.matching.errors import ErrorKind, known_error, names_backend, worker_end
+from commlens.model.cause import (
+    AnyCause,
+    Cause,
+    Confidence,
+    Dead,
+    Departure,
+    Diverged,
+    Ended,
+    Hardware,
+    JobEnding,
+    Missing,
+    Motionless,
+    OfHardware,
+    Outcome,
+    Refused,
+    Slow,
+    Straggler,
+    StuckInside,
+    ToldByErrors,
+    ToldByLogs,
+    Unexplained,
+    Unrecorded,
+    Unwritten,
+    Working,
+)
+from commlens.model.health import HealthEvent, What
+from commlens.model.verdict import Action, Because, Do, Finding, Verdict
+from commlens.model.xids import xid
+
+Decided = tuple[Do, Because, Confidence]
+
+NOT_KNOWN: Final[Decided] = ("unknown", "not-known", "low")
+_PROGRAM: Final[Decided] = ("stop", "program", "high")
+
+_STANDING: Final[frozenset[What]] = frozenset(
+    {
+        "nvswitch-error",
+        "gpu-gone",
+        "ecc-uncorrected",
+        "pcie-error",
+        "pcie-width-fell",
+        "memory-error",
+        "machine-check",
+        "link-down",
+        "rate-fell",
+        "adapter-error",
+        "io-error",
+        "gpu-throttled",
+    }
+)
+"""Changes that stay until somebody repairs the node."""
+
+_ERRORS: Final[Mapping[ErrorKind, Decided]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "shared-gpu",
+                "no-such-gpu",
+                "port-taken",
+                "no-interface",
+                "shared-memory",
+                "locked-memory",
+                "gpu-direct",
+                "peer-access",
+                "versions",
+            ),
+            ("stop", "settings", "high"),
+        ),
+        **dict.fromkeys(("device-assert", "unused-parameters"), ("stop", "exception", "high")),
+        "bad-kernel": ("stop", "exception", "medium"),
+        "gpu-memory": ("stop", "memory", "medium"),
+        **dict.fromkeys(
+            ("store-lost", "store-unreachable", "rendezvous", "not-all-joined", "network-link"),
+            ("retry", "connection", "medium"),
+        ),
+        **dict.fromkeys(
+            ("old-driver", "fabric-manager", "nvls"), ("exclude-node", "hardware", "medium")
+        ),
+    }
+)
+_MEMORY: Final = re.compile(r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory")
+_TRANSIENT: Final = re.compile(
+    r"\b(?:Connection\w*|BrokenPipe|Timeout\w*|URL|HTTP|DistNetwork|DistStore|IncompleteRead)Error\b"
+    r"|\b(?:ReadTimeout|ConnectTimeout)\b|\[Errno (?:5|70|110|111|112|113|116|121)\]"
+    r"|Stale file handle|Remote I/O error|Service Unavailable|Too Many Requests"
+)
+"""Errors of a network, a server or a shared file system: the standard library's exceptions, those
+of requests and urllib3, and errno's names of Linux."""
+
+_ENDINGS: Final[Mapping[JobEnding | None, Decided]] = MappingProxyType(
+    {
+        "out-of-memory": ("stop", "memory", "medium"),
+        "node-failure": ("exclude-node", "node-lost", "medium"),
+        "preemption": ("retry", "preempted", "high"),
+        "evicted": ("retry", "preempted", "high"),
+        "time-limit": ("retry", "time-limit", "high"),
+        "gpu-error": ("exclude-node", "hardware", "medium"),
+        "cancelled": ("stop", "cancelled", "medium"),
+        "killed": ("retry", "killed", "low"),
+        "store-unreachable": ("retry", "connection", "medium"),
+        "store-awaited": ("wait", "connection", "low"),
+    }
+)
+
+
+def action_of(
+    verdict: Verdict,
+    *,
+    hosts: Mapping[int, str] = MappingProxyType({}),
+    before: Sequence[Verdict] = (),
+) -> Action | None:
+    """Return what to do with the job; None if nothing is wrong, or it goes on with slow ranks.
+
+    Args:
+        verdict: of the job.
+        hosts: of the ranks, as far as they are known.
+        before: verdicts of earlier attempts at the same job, the last one first.
+    """
+    first = _first_fault(verdict)
+    if first is None:
+        return Action(*NOT_KNOWN) if verdict.kind == "undetermined" and verdict.findings else None
+    cause = first.cause
+    if isinstance(cause, (Slow, Straggler)):
+        return None
+    broken = _broken(cause)
+    culprits = {hosts[rank] for rank in verdict.culprits or verdict.victims if rank in hosts}
+    action = Action(
+        *_decide(first, broken),
+        nodes=_gone(cause) or sorted({each.node for each in broken} or culprits),
+        parts=sorted({each.event.part for each in broken}),
+        since_ns=min((each.event.first_ns for each in broken), default=0),
+        line=verdict.source,
+        wait_s=cause.patience_s if isinstance(cause, Working) else None,
+    )
+    return _with_attempts(action, verdict, hosts, before)
+
+
+def _first_fault(verdict: Verdict) -> Finding | None:
+    """Return the finding that decides; of a job whose ranks wait for one that works, the wait."""
+    faults = (each for each in verdict.findings if each.root_cause or verdict.kind == "waiting")
+    return next(faults, None)
+
+
+def _decide(finding: Finding, broken: Sequence[Hardware]) -> Decided:
+    """Return the row of the table for a cause; the last row is that of faults of the program."""
+    cause = finding.cause
+    if broken:
+        return _broken_part(broken)
+    if _gone(cause):
+        return "exclude-node", "node-lost", "medium"
+    if cause is None:
+        return _PROGRAM if finding.kind.startswith("mismatch") else NOT_KNOWN
+    row = _ROWS.get(type(cause))
+    return row(cause) if row is not None else _PROGRAM
+
+
+# --- nodes
+
+
+def _gone(cause: AnyCause | None) -> list[str]:
+    """Return the nodes that fell silent, of ranks that the others wait for."""
+    return sorted({node.host for node in cause.lost_nodes}) if cause is not None else []
+
+
+def _broken(cause: AnyCause | None) -> list[Hardware]:
+    """Return the parts that broke and explain the fault."""
+    if not isinstance(cause, OfHardware):
+        return []
+    return [each for each in cause.hardware if each.explains and _stands(each.event)]
+
+
+def _stands(event: HealthEvent) -> bool:
+    if event.what == "xid":
+        return xid(event.number).effect == "stops"
+    return event.what == "nfs-silent" or (event.what in _STANDING and not event.over)
+
+
+def _broken_part(broken: Sequence[Hardware]) -> Decided:
+    if all(each.event.what == "nfs-silent" for each in broken):
+        return "wait", "storage", "medium"
+    return "exclude-node", "hardware", "high" if any(each.own for each in broken) else "medium"
+
+
+# --- rows
+
+
+_DONE_WITH_IT: Final[tuple[Outcome, ...]] = (
+    "finished",
+    "extra-message",
+    "extra-collective",
+    "extra-line",
+)
+
+
+def _missing(cause: Missing) -> Decided:
+    left_order = cause.blamed_by in ("routine", "midway", "rounds", "recomputation", "majority")
+    if cause.locked_out or cause.over or left_order or cause.outcome in _DONE_WITH_IT:
+        return "stop", "program", cause.confidence
+    if cause.activity.why in ("uninterruptible-io", "checkpoint-io", "data-loading"):
+        return "retry", "data", "low"
+    return NOT_KNOWN
+
+
+def _stuck_inside(cause: StuckInside) -> Decided:
+    if cause.state == "moving":
+        return "wait", "working", "low"
+    return NOT_KNOWN if cause.state in ("held-up", "may-be-running") else ("retry", "stuck", "low")
+
+
+def _dead(cause: Dead) -> Decided:
+    if cause.why == "out-of-memory":
+        return "stop", "memory", "medium"
+    if cause.why == "killed":
+        return "retry", "crashed" if cause.signal in CRASHES else "killed", "low"
+    if cause.why == "exception":
+        return _raised(cause.error, "medium" if cause.doubt else "high")
+    return ("stop", "exception", "medium") if cause.why == "exit" else NOT_KNOWN
+
+
+def _raised(text: str, confidence: Confidence) -> Decided:
+    """Decide by the type and text of an exception of the program or of torch."""
+    if worker_end(text):
+        return "retry", "killed", "low"
+    known = known_error(text)
+    if known is not None and known.kind in _ERRORS:
+        return _ERRORS[known.kind]
+    if _MEMORY.search(text):
+        return "stop", "memory", "medium"
+    if _TRANSIENT.search(text) or (names_backend(text) and consequence_of(text) is not None):
+        return "retry", "connection", "medium"
+    if not text or text.startswith(("KeyboardInterrupt", "SystemExit: 0")):
+        return NOT_KNOWN
+    return "stop", "exception", confidence
+
+
+def _ended(cause: Ended) -> Decided:
+    if cause.how == "kept-address":
+        return "retry", "stale-address", "medium"
+    return ("retry", "killed", "low") if cause.how == "from-outside" else NOT_KNOWN
+
+
+def _refused(cause: Refused) -> Decided:
+    return NOT_KNOWN if cause.refused_for in ("ended", "not-arrived") else _PROGRAM
+
+
+def _told_by_errors(cause: ToldByErrors) -> Decided:
+    if cause.report == "checkpoint":
+        return _raised(cause.error or "", "medium")
+    return NOT_KNOWN if cause.report in ("barrier", "not-exchanged") else _PROGRAM
+
+
+def _told_by_logs(cause: ToldByLogs) -> Decided:
+    if cause.report == "raised":
+        return _raised(cause.exception, "medium")
+    if cause.report == "store-lost":
+        return "retry", "connection", "medium"
+    return _ENDINGS.get(cause.ending, NOT_KNOWN)
+
+
+_BY_PROGRAMS: Final[tuple[Departure, ...]] = (
+    "not-broadcast",
+    "other-hyperparameters",
+    "not-updated",
+    "other-random-numbers",
+    "other-order",
+    "other-tensors",
+    "same-data",
+)
+"""Differences that no hardware makes."""
+
+
+def _diverged(cause: Diverged) -> Decided:
+    if cause.departure == "one-bit":
+        return "unknown", "hardware", "low"
+    return ("stop", "program", "medium") if cause.departure in _BY_PROGRAMS else NOT_KNOWN
+
+
+def _waiting(cause: Working) -> Decided:
+    return "wait", "working", "high" if cause.expected else "medium"
+
+
+def _not_known(_: Cause) -> Decided:
+    return NOT_KNOWN
+
+
+_ROWS: Final[Mapping[type[Cause], Callable[[Any], Decided]]] = MappingProxyType(
+    {
+        Missing: _missing,
+        StuckInside: _stuck_inside,
+        Dead: _dead,
+        Ended: _ended,
+        Refused: _refused,
+        ToldByErrors: _told_by_errors,
+        ToldByLogs: _told_by_logs,
+        Diverged: _diverged,
+        Working: _waiting,
+        Unrecorded: _not_known,
+        Unwritten: _not_known,
+        Motionless: _not_known,
+        Unexplained: _not_known,
+    }
+)
+"""The causes that are not always faults of the program. Mismatches, cycles, groups that differ and
+the like are."""
+
+
+# --- earlier attempts
+
+_MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
+    {"data", "connection", "stuck", "crashed", "killed", "memory", "not-known"}
+)
+"""Reasons that do not say why the fault should come back: if it does at the same line, either the
+program or the node is at fault."""
+
+
+def _with_attempts(
+    action: Action, verdict: Verdict, hosts: Mapping[int, str], before: Sequence[Verdict]
+) -> Action:
+    """Count the earlier attempts that ended with the same fault: a fault that comes back does not
+    pass by itself.
+    """
+    same = [*takewhile(lambda former: _fault(former) == _fault(verdict), before)]
+    if not same:
+        return action
+    changed: dict[str, Any] = {"attempts": 1 + len(same)}
+    if action.because in _MAY_BE_THE_PROGRAM and action.do != "stop":
+        changed |= {"do": "stop", "because": "again", "confidence": "medium"}
+        nodes = [{*each.action.nodes} if each.action is not None else set() for each in same]
+        at_fault = {*action.nodes}.intersection(*nodes)
+        if len(at_fault) == 1 and len({*hosts.values()}) > 1 and verdict.culprits:
+            changed |= {"do": "exclude-node", "nodes": sorted(at_fault)}
+    return msgspec.structs.replace(action, **changed)
+
+
+def _fault(verdict: Verdict) -> tuple[object, ...]:
+    """Return what makes two faults the same: kind, line and collective, whichever rank it hits."""
+    op = verdict.collective.op if verdict.collective is not None else ""
+    return verdict.kind, verdict.source, op

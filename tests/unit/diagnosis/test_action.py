@@ -1,0 +1,183 @@
+"""What to do with a job after a verdict. The golden files hold the action of each whole verdict."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from commlens.diagnosis.action import action_of
+from commlens.diagnosis.words.next_steps import action_phrase
+from commlens.model.cause import (
+    CollectiveRef,
+    Dead,
+    Doing,
+    ExitKind,
+    Hardware,
+    JobEnding,
+    LostNode,
+    Missing,
+    StuckInside,
+    ToldByLogs,
+    Why,
+)
+from commlens.model.health import HealthEvent, What
+from commlens.model.verdict import Because, Do, Finding, Verdict
+
+HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+
+
+def dead(why: Why = "exception", error: str = "", signal: str = "") -> Dead:
+    return Dead(
+        kind="dead", why=why, root_cause=True, culprits=[2], victims=[0, 1, 3], blamed_by="exit",
+        confidence="high", ranks=[2], processes=["own"], waits=[], error=error, signal=signal,
+    )  # fmt: skip
+
+
+def stuck(*hardware: Hardware) -> StuckInside:
+    return StuckInside(
+        kind="stuck-inside", why="in-collective", root_cause=True, victims=[0, 1, 2, 3],
+        blamed_by="nobody", confidence="medium", state="no-progress", ranks=[0, 1, 2, 3], waits=[],
+        hardware=[*hardware],
+    )  # fmt: skip
+
+
+def broken(what: What, *, number: int = 0, over: bool = False, explains: bool = True) -> Hardware:
+    event = HealthEvent(
+        what=what, fault="gpu-fault", part="0000:4f:00.0", at_ns=77, number=number, over=over
+    )
+    return Hardware(node="n1", ranks=[2], event=event, before_s=1.0, explains=explains, own=True)
+
+
+def missing(outcome: str = "never-reached", why: Why = "user-code", **more: object) -> Missing:
+    doing = Doing(why, works=False, observed=True, unclear=False)
+    processes: list[ExitKind] = ["alive"]
+    cause = Missing(
+        kind="missing", why=why, root_cause=True, culprits=[2], victims=[0, 1, 3],
+        blamed_by="absence", confidence="high", ranks=[2], came=[0, 1, 3], processes=processes,
+        outcome="never-reached", activity=doing, waits=[], doubt=None,
+    )  # fmt: skip
+    return replace(cause, outcome=outcome, **more)
+
+
+def told(ending: JobEnding) -> ToldByLogs:
+    return ToldByLogs(
+        kind="dead", why="killed", root_cause=True, blamed_by="unknown", confidence="medium",
+        report="ended", ranks=[], ending=ending,
+    )  # fmt: skip
+
+
+def verdict_on(
+    cause: Dead | StuckInside | Missing | ToldByLogs, line: str = "train.py:81"
+) -> Verdict:
+    finding = Finding(
+        kind=cause.kind, why=cause.why, root_cause=True, culprits=cause.culprits,
+        victims=cause.victims, confidence="high", summary="", source=line, cause=cause,
+        collective=CollectiveRef("all_reduce", 7),
+    )  # fmt: skip
+    return Verdict.from_findings([finding])
+
+
+@pytest.mark.parametrize(
+    ("cause", "do", "because"),
+    [
+        (dead(error="ValueError: loss is not finite"), "stop", "exception"),
+        (dead(error="ConnectionResetError: [Errno 104] Connection reset by peer"), "retry", "connection"),
+        (dead(error="OSError: [Errno 116] Stale file handle: '/data/x'"), "retry", "connection"),
+        (dead(error="requests.exceptions.ReadTimeout: read timed out"), "retry", "connection"),
+        (dead(error="FileNotFoundError: [Errno 2] No such file: 'x'"), "stop", "exception"),
+        (dead(error="KeyError: 'Timeout'"), "stop", "exception"),
+        (dead(error="torch.OutOfMemoryError: CUDA out of memory. Tried to"), "stop", "memory"),
+        (dead(error="RuntimeError: CUDA error: device-side assert triggered"), "stop", "exception"),
+        (dead(error="RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."), "retry", "killed"),
+        (dead(error="KeyboardInterrupt"), "unknown", "not-known"),
+        (dead("exit"), "stop", "exception"),
+        (dead("killed", signal="SIGKILL"), "retry", "killed"),
+        (dead("killed", signal="SIGSEGV"), "retry", "crashed"),
+        (dead("out-of-memory", signal="SIGKILL"), "stop", "memory"),
+        (dead("unknown"), "unknown", "not-known"),
+        (stuck(), "retry", "stuck"),
+        (stuck(broken("xid", number=79)), "exclude-node", "hardware"),
+        (stuck(broken("xid", number=31)), "retry", "stuck"),
+        (stuck(broken("gpu-gone")), "exclude-node", "hardware"),
+        (stuck(broken("gpu-gone", explains=False)), "retry", "stuck"),
+        (stuck(broken("link-down")), "exclude-node", "hardware"),
+        (stuck(broken("link-down", over=True)), "retry", "stuck"),
+        (stuck(broken("errors-rose")), "retry", "stuck"),
+        (stuck(broken("nfs-silent")), "wait", "storage"),
+        (missing(), "unknown", "not-known"),
+        (missing(why="data-loading"), "retry", "data"),
+        (missing("finished"), "stop", "program"),
+        (missing("extra-collective"), "stop", "program"),
+        (missing(blamed_by="routine"), "stop", "program"),
+        (missing(locked_out=[2]), "stop", "program"),
+        (missing("key-missing"), "unknown", "not-known"),
+        (missing(lost_nodes=[LostNode("n1", [2, 3], 9.0, vanished=True)]), "exclude-node", "node-lost"),
+        (told("preemption"), "retry", "preempted"),
+        (told("time-limit"), "retry", "time-limit"),
+        (told("node-failure"), "exclude-node", "node-lost"),
+        (told("cancelled"), "stop", "cancelled"),
+        (told("process-failed"), "unknown", "not-known"),
+    ],
+)  # fmt: skip
+def test_the_table(
+    cause: Dead | StuckInside | Missing | ToldByLogs, do: Do, because: Because
+) -> None:
+    action = action_of(verdict_on(cause))
+    assert action is not None
+    assert (action.do, action.because) == (do, because)
+    assert bool(action_phrase(action)) == (do != "unknown")
+
+
+def test_the_node_and_the_part_that_broke() -> None:
+    action = action_of(verdict_on(stuck(broken("gpu-gone"))), hosts=HOSTS)
+    assert action is not None
+    assert (action.nodes, action.parts, action.since_ns) == (["n1"], ["0000:4f:00.0"], 77)
+    assert action_phrase(action) == "start it again without n1: a part of the node broke"
+
+
+def earlier(
+    cause: Dead | StuckInside | Missing | ToldByLogs, line: str = "train.py:81", **moved: str
+) -> Verdict:
+    verdict = verdict_on(cause, line)
+    verdict.action = action_of(
+        verdict, hosts={rank: moved.get(host, host) for rank, host in HOSTS.items()}
+    )
+    # as it is read from a file
+    return msgspec.json.decode(verdict.to_json(), type=Verdict)
+
+
+KILLED = dead("killed", signal="SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("cause", "before", "do", "because", "attempts"),
+    [
+        (KILLED, [], "retry", "killed", 1),
+        (KILLED, [earlier(KILLED)], "exclude-node", "again", 2),
+        (KILLED, [earlier(KILLED, n1="n7")], "stop", "again", 2),
+        (KILLED, [earlier(KILLED, line="train.py:9")], "retry", "killed", 1),
+        (KILLED, [earlier(missing()), earlier(KILLED)], "retry", "killed", 1),
+        (stuck(), [earlier(stuck()), earlier(stuck())], "stop", "again", 3),
+        (missing(), [earlier(missing())], "exclude-node", "again", 2),
+        (told("preemption"), [earlier(told("preemption"))] * 3, "retry", "preempted", 4),
+        (missing("finished"), [earlier(missing("finished"))], "stop", "program", 2),
+        (dead("out-of-memory"), [earlier(dead("out-of-memory"))], "stop", "memory", 2),
+    ],
+)  # fmt: skip
+def test_a_fault_that_comes_back(
+    cause: Dead | StuckInside | Missing | ToldByLogs,
+    before: list[Verdict],
+    do: Do,
+    because: Because,
+    attempts: int,
+) -> None:
+    action = action_of(verdict_on(cause), hosts=HOSTS, before=before)
+    assert action is not None
+    assert (action.do, action.because, action.attempts) == (do, because, attempts)
+    if do == "exclude-node":
+        assert action.nodes == ["n1"]
+
+
+def test_no_action_without_a_fault() -> None:
+    assert action_of(Verdict(summary="nothing is wrong")) is None
