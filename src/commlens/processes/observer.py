@@ -70,9 +70,8 @@ class _Subject:
     oom_kills_before: int | None
     samples: deque[_Sample] = field(default_factory=deque)
     counts: deque[_Counts] = field(default_factory=deque)
-    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and for how long each thread was
-    # ready to run and had no core
-    core_waits: deque[tuple[int, dict[int, int]]] = field(default_factory=deque)
+    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and the waits for a core
+    core_waits: deque[tuple[int, dict[int, tuple[int, int]]]] = field(default_factory=deque)
     sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
     unsent: int = 0
     # (CLOCK_MONOTONIC ns, seconds so far)
@@ -389,10 +388,12 @@ def _a_thread_is_starved(subject: _Subject, since_ns: int) -> bool:
     if len(waits) < 2:
         return False
     (began_ns, before), (ended_ns, after) = waits[0], waits[-1]
-    longest = max(
-        (wait - before[each] for each, wait in after.items() if each in before), default=0
+    # until a moment, and from then on in a wait that has not ended
+    return _STARVED * (ended_ns - began_ns) < max(
+        process.longest_cpu_wait_ns(before, then, at_ns - began_ns)
+        + process.longest_cpu_wait_ns(then, after, ended_ns - at_ns)
+        for at_ns, then in waits
     )
-    return longest > _STARVED * (ended_ns - began_ns)
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:

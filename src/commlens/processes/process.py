@@ -382,22 +382,36 @@ def cpu_wait_ns(pid: int) -> int | None:
     """Return for how long the main thread was ready to run and had no CPU, in ns since its start:
     the second field of schedstat.
     """
-    return _cpu_wait_ns(f"/proc/{pid}/schedstat")
+    fields = (read_text(f"/proc/{pid}/schedstat") or "").split()
+    return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None
 
 
-def cpu_waits_ns(pid: int) -> dict[int, int]:
-    """Return for how long each thread of a process was ready to run and had no CPU, in ns since
-    its start, by thread id.
+def cpu_waits_ns(pid: int) -> dict[int, tuple[int, int]]:
+    """Return for how long each thread of a process was ready to run and had no CPU, and for how
+    long it has run (-1 if it sleeps now), in ns since its start, by thread id. Waits that have not
+    ended are left out: ``longest_cpu_wait_ns`` knows of them.
     """
-    waits: dict[int, int] = {}
+    waits: dict[int, tuple[int, int]] = {}
     with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            wait = _cpu_wait_ns(f"{thread}/schedstat")
-            if wait is not None:
-                waits[int(thread.name)] = wait
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
+            fields = (read_text(f"/proc/{pid}/task/{thread}/schedstat") or "").split()
+            if len(fields) == 3:
+                is_ready = job_dirs.stat_fields(thread)[0] == "R"
+                waits[thread] = int(fields[1]), int(fields[0]) if is_ready else -1
     return waits
 
 
-def _cpu_wait_ns(path: str) -> int | None:
-    fields = (read_text(path) or "").split()
-    return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None
+def longest_cpu_wait_ns(
+    before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], between_ns: int
+) -> int:
+    """Return the longest wait for a CPU of a thread between two moments. A thread that was ready at
+    both and has not run has waited all the time, which the kernel counts only when the wait ends.
+    """
+    return max(
+        (
+            between_ns if ran == before[thread][1] != -1 else wait - before[thread][0]
+            for thread, (wait, ran) in after.items()
+            if thread in before
+        ),
+        default=0,
+    )

@@ -173,6 +173,31 @@ def test_a_thread_without_a_core_is_not_kept_out_by_the_gil() -> None:
     assert seen.holds_gil is False
 
 
+@pytest.mark.parametrize(
+    ("waits", "is_starved"),
+    [
+        # the kernel counts a wait when it ends: ready three times, and has not run
+        ([(0, 5), (0, 5), (0, 5)], True),
+        ([(0, 5), (SECOND // 2, 6), (SECOND // 2, 6)], True),
+        ([(0, 5), (0, 6), (0, 6)], False),
+        ([(0, 5), (0, 6), (0, 7)], False),
+        ([(0, -1), (0, -1), (0, -1)], False),
+        ([(0, -1), (0, -1), (2 * SECOND, -1)], True),
+    ],
+)
+def test_a_thread_is_starved_by_the_waits_that_have_ended_and_the_one_that_has_not(
+    monkeypatch: pytest.MonkeyPatch, waits: list[tuple[int, int]], is_starved: bool
+) -> None:
+    observer, now = Observer(use_py_spy=False), time.monotonic_ns()
+    observer.add(os.getpid(), 0)
+    for second, wait in enumerate(waits):
+        monkeypatch.setattr("time.monotonic_ns", lambda second=second: now + second * SECOND)
+        monkeypatch.setattr(process, "cpu_waits_ns", lambda _, wait=wait: {7: wait})
+        monkeypatch.setattr(process, "read_stat", lambda _: process.Stat(1, "S", 0.0))
+        observer.sample(os.getpid(), pulse(heartbeat_ns=now - 3 * SECOND))
+    assert observer.observe(os.getpid()).holds_gil is not is_starved
+
+
 def test_a_running_process_without_heartbeats_holds_the_gil(child: subprocess.Popen[str]) -> None:
     observer = observer_of(child)
     silent = time.monotonic_ns() - 3 * SECOND
