@@ -190,6 +190,7 @@ export interface VerdictPage {
   commlens: string;
   verdict: Verdict;
   text: string;
+  restart: string;
   facts: [string, string][];
   ranks: Ranks;
   classes: RankClass[];

@@ -37,6 +37,12 @@ export function Summary({ page }: { page: VerdictPage }) {
             <dd><strong>{unbroken(capital(sentence(verdict.next_step)))}</strong></dd>
           </>
         )}
+        {page.restart && (
+          <>
+            <dt>Restart</dt>
+            <dd>{unbroken(capital(sentence(page.restart)))}</dd>
+          </>
+        )}
         {first?.source_file && (
           <>
             <dt>Line</dt>

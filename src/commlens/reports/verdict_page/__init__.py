@@ -21,7 +21,7 @@ from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Index, timeline
 from commlens.reports.verdict_page.wait_graph import wait_graph
-from commlens.text import capital, naming_worlds
+from commlens.text import naming_worlds
 from commlens.version import __version__
 
 _FILES_NAMED = 3
@@ -47,6 +47,7 @@ def _page(job: PageJob) -> VerdictPage:
         commlens=__version__,
         verdict=job.verdict,
         text=_ticket(job),
+        restart=action_phrase(job.verdict.action) if job.verdict.action is not None else "",
         facts=_facts(job),
         ranks=_ranks(job, stack_of),
         classes=job.classes,
@@ -80,7 +81,6 @@ def _facts(job: PageJob) -> list[tuple[str, str]]:
     logs = [view.log for view in views]
     captured = max(view.now_ns for view in views) / 1e9 if job.has_times else 0
     hosts = sorted({log.host for log in logs} - {""})
-    action = job.verdict.action
     found = {
         "Job": logs[0].job,
         "Script": next((log.script for log in logs if log.script), ""),
@@ -91,7 +91,6 @@ def _facts(job: PageJob) -> list[tuple[str, str]]:
         "Recorded until": captured
         and time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured)),
         "Versions": ", ".join(f"{name} {each}" for name, each in sorted(logs[0].versions.items())),
-        "Restart": capital(action_phrase(action)) if action is not None else "",
         "Read from": _files(sorted({log.source for log in logs} - {""})),
     }
     return [(name, str(value)) for name, value in found.items() if value]

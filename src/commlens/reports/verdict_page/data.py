@@ -256,6 +256,7 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     commlens: str
     verdict: Verdict
     text: str  # for a ticket
+    restart: str  # whether to start the job again, in a clause; empty: not known
     facts: list[tuple[str, str]]  # "Script": "train.py", ...
     ranks: Ranks
     classes: list[RankClass]
