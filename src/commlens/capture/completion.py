@@ -73,9 +73,7 @@ class CompletionTracker:
             self._hold(token, work)
 
     def _enqueued(self, token: Token, work: Any) -> None:
-        """Leave it to torch's recorder to tell when the device is done: no Work is held, and none
-        is polled.
-        """
+        """Let torch's recorder say when the device is done: no Work is held, and none is polled."""
         self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
         if self.capture_flag:
             self.graphs.captured(token.args.channel)
@@ -288,7 +286,7 @@ class CompletionTracker:
         self.unwaited.open.pop(id(work), None)
 
     def unwaited_works(self) -> Counter[int]:
-        """Return how many Works of asynchronous calls nobody waited for, by stack."""
+        """Return how many Works of asynchronous calls were never waited for, by stack."""
         return self.unwaited.found()
 
     # --- polling, from the watchdog thread

@@ -113,7 +113,9 @@ class DeviceQueues:
         self._querying = threading.Lock()
 
     def add(self, token: Token) -> None:
-        """Add a collective whose call has returned. What nothing can tell about stays unknown."""
+        """Add a collective whose call has returned. An op whose completion no source shows stays
+        unknown.
+        """
         self._added.append(token)
 
     def add_rejected(self, token: Token) -> None:
@@ -345,7 +347,7 @@ class DeviceQueues:
 
 def result_reader(work: Any) -> Callable[[], int | None] | None:
     """Return a function that reads how a Work ended: torch's ErrorType, None while it has not; or
-    None if nothing will tell.
+    None if no source will show it.
 
     torch's watchdog thread sets the result. It holds no tensors.
     """

@@ -31,9 +31,10 @@ _OPEN_MAX: Final = 4096
 
 
 class Unwaited:
-    """The Works of asynchronous calls for which nobody has waited, nor asked for a state or future.
+    """The Works of asynchronous calls that the program has not waited for, and whose state or
+    future it has not asked for.
 
-    They are known by the ``id`` of their Python object, so none is kept alive: when another Work
+    They are known by the ``id`` of their Python object, and are not kept alive: when another Work
     has the same id, the former one is freed, and can be waited for no more.
     """
 

@@ -173,7 +173,7 @@ def _locked(job_dir: Path) -> Iterator[None]:
 
 
 def _ancestor(settings: config.Settings) -> tuple[Path, job_dirs.BoxOwner] | None:
-    """Return the box of the nearest ancestor that has one, and what its header tells of it."""
+    """Return the box of the nearest ancestor that has one, and its owner."""
     owners = {
         job_dirs.box_pid(box): box
         for job in job_dirs.live_jobs(settings.box_dir)

@@ -284,7 +284,7 @@ class NativeRecorder(Recorder):
         self.engine.handled(work)
 
     def unwaited_works(self) -> Counter[int]:
-        """Return how many Works of asynchronous calls nobody waited for, by stack."""
+        """Return how many Works of asynchronous calls were never waited for, by stack."""
         return Counter(self.engine.unwaited())
 
     def sweep(self) -> Any:

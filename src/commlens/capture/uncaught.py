@@ -145,8 +145,8 @@ def _last_error(text: str) -> str:
 
 
 def _killed_worker(error: BaseException) -> str:
-    """Return the error that tells which signal killed a data loader's worker, where the exception
-    itself tells only that it exited.
+    """Return the error that names the signal that killed a data loader's worker, if the exception
+    itself says only that the worker exited.
     """
     cause = str(error.__cause__ or "")
     return f"\ncaused by {cause.splitlines()[0][:500]}" if "DataLoader worker" in cause else ""

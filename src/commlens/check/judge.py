@@ -104,7 +104,7 @@ def _latent(examined: ExaminedJob, sequences: Mapping[int, RankSequence]) -> lis
 
 
 def _asked(sequences: Mapping[int, RankSequence]) -> str:
-    """Return the backend whose rules hold for what the program asks for."""
+    """Return the backend with rules that is most like the one that the program asks for."""
     asked = next((each.backend for each in sequences.values() if each.backend), "")
     return "nccl" if "ccl" in asked else "gloo"
 

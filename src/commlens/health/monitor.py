@@ -2,7 +2,7 @@
 stall is suspected.
 
 All reading is done by one thread of its own, because a file of a broken device may block for ever;
-nobody waits for it without a limit. A source that takes more than its share of CPU time is read
+no caller waits for it without a limit. A source that takes more than its share of CPU time is read
 less often, so that all together take 50 ms a minute or less.
 """
 

@@ -6,8 +6,8 @@ waits for it. A rank never does: under another launcher, nothing is built. The p
 itself
 
 * when the build is done or has failed, which :mod:`commlens.native.attempts` remembers;
-* :data:`AFTER_JOB_S` after the launcher has ended. Until then it may go on, since it disturbs
-  nobody: it has its own session, no terminal and no open pipe, takes only idle time, and without
+* :data:`AFTER_JOB_S` after the launcher has ended. Until then it may go on, since it disturbs no
+  process: it has its own session, no terminal and no open pipe, takes only idle time, and without
   this time the machines of people who run many short jobs would never get a build;
 * when memory is short: compiling torch's headers takes 1.4 GB (torch 2.13, g++ 12), which must
   never be missing in the job.

@@ -108,7 +108,7 @@ def compare_totals(
     """Compare the elements that all ranks together send and expect, where a source does not tell
     the splits.
 
-    If the totals differ, no splits fit; whose are wrong, they do not tell. If they are equal, the
+    If the totals differ, no splits fit; they do not show whose are wrong. If they are equal, the
     splits may still not fit.
     """
     complete = bool(group_ranks) and set(group_ranks) <= set(by_rank)

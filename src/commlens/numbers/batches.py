@@ -2,8 +2,8 @@
 
 The tensors of one type are put one behind the other, each filled up with zeros to whole lines:
 zeros change neither a hash nor a sum. The device reduces each line, and the thread that reads adds
-up the lines of each tensor. Integers are added exactly, so a hash does not depend on what is
-measured together.
+up the lines of each tensor. Integers are added exactly, so a hash does not depend on the tensors
+that are measured with it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _lines(key: Key, elements: int) -> int:
 
 
 def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_ElementRun]]:
-    """Yield what is measured at once: whole lines, of bounded size."""
+    """Yield the tensors that are measured at once: whole lines, of bounded size."""
     room = most = _WORDS_AT_ONCE // key.line
     in_line = key.line * 4 // key.size
     parts: list[_ElementRun] = []

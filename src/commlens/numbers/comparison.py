@@ -108,8 +108,8 @@ class TensorComparison:
     def compare(
         self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
     ) -> list[Diverged]:
-        """Return what ranks have differently in this check, and had alike before. A difference is
-        returned once.
+        """Return the tensors that differ between ranks in this check, and were alike before. A
+        difference is returned once.
 
         Args:
             check: the check.
@@ -164,8 +164,8 @@ class TensorComparison:
         equal: Sequence[RelatedTables],
         parts: Sequence[RelatedTables],
     ) -> list[Diverged]:
-        """Return what was not found before: first of what an optimizer's step depends on, then of
-        each other kind.
+        """Return the causes that were not found before: first of what an optimizer's step depends
+        on, then of each other kind.
         """
         of_rng = _of_kinds(differences, ["rng"])
         order, own = find_other_order(equal), find_own_tensors(check, reports, equal)

@@ -200,7 +200,7 @@ class Collector:
         return _NAP_S if any(check.wait_s for check in self._waiting) else _POLL_S
 
     def poll(self, now: float) -> None:
-        """Take new reports, and compare the checks of which none is missing or that are due.
+        """Take new reports, and compare the checks whose reports are all there or that are due.
 
         A take may return a rank's last report and miss an earlier one, if both are posted
         meanwhile; the next take returns that one. So a rank has left only one poll after its last

@@ -55,8 +55,8 @@ def local_part(tensor: Any) -> Any:
 def replicas_of_dtensor(tensor: Any) -> tuple[Replicas, ...]:
     """Return the ranks that hold the same part of a DTensor as this one; nothing for other tensors.
 
-    They are those at the same place along each mesh dimension that it is sharded over. A partial
-    sum is nobody else's.
+    They are those at the same place along each mesh dimension that it is sharded over. No other
+    rank has the same partial sum.
     """
     placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
     if placements is None or mesh is None or any(each.is_partial() for each in placements):
@@ -178,7 +178,9 @@ class Model:
                 self.places[id(parameter)] = TensorPlace(plain_name(prefix + name), kept)
 
     def _presumed_replicas(self, root: nn.Module) -> tuple[Replicas, ...]:
-        """Return the ranks that hold replicas of plain parameters outside of DDP, perhaps."""
+        """Return the ranks that are presumed to hold replicas of plain parameters outside of
+        DDP.
+        """
         if self._group is not None:
             return (Replicas(self._group, "equal"),) if len(self._group) > 1 else ()
         meshes = {
@@ -289,7 +291,7 @@ def everyone() -> tuple[int, ...]:
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, ascending; empty if nothing tells them."""
+    """Return the global ranks of a process group, ascending; empty if they are unknown."""
     return tuple(sorted(global_ranks(group if group is not None else dist.group.WORLD)))
 
 

@@ -231,7 +231,7 @@ class TensorSampler:
             exchange.send(CheckId(BATCH, step), Inspection(looked))
 
     def _exchange(self) -> Exchange | None:
-        """Return the exchange of all ranks; None if there is nobody to compare with. Where it has
+        """Return the exchange of all ranks; None if there is no rank to compare with. Where it has
         ended by an error, which it has logged, nothing is measured any more.
         """
         exchange = (

@@ -84,7 +84,7 @@ def _of_dumps(
     verdict: Verdict,
     observed: Mapping[int, Observation] | None = None,
 ) -> Verdict | None:
-    """Return the verdict on the dumps; None if none can be read, which ``verdict`` then tells."""
+    """Return the verdict on the dumps; None if no dump can be read, as ``verdict`` then says."""
     with tempfile.TemporaryDirectory(prefix="commlens-attach-") as folder:
         for name, content in dumps.items():
             Path(folder, name).write_bytes(content)

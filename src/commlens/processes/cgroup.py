@@ -118,8 +118,8 @@ def _limiting(root: Path) -> Iterator[Path]:
 
 
 def _bytes_left(folder: Path) -> int | None:
-    """Return what a control group (v2, else v1) may still take. Its page cache that is not in use
-    counts as free.
+    """Return the bytes that a control group (v2, else v1) may still use. Its page cache that is not
+    in use counts as free.
     """
     for limit_name, used_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),

@@ -43,7 +43,7 @@ class EarlyHandles:
         return self._handles.pop(pid)
 
     def close(self) -> None:
-        """Close the handles that nobody took."""
+        """Close the handles that were not taken."""
         self.stop()
         for handle in self._handles.values():
             handle.close()

@@ -170,7 +170,7 @@ def _own_waits(op: Collective, log: RankLog) -> Iterator[WaitTime]:
 
 
 def _waits_unseen(op: Collective) -> bool:
-    """Return whether a thread may have waited for a collective in C++, where nobody records it."""
+    """Return whether a thread may have waited for a collective in C++, where it is not recorded."""
     return (
         not op.wait_began_ns
         and not op.is_point_to_point

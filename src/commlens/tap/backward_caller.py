@@ -78,7 +78,7 @@ def described(walked: list[tuple[CodeType, int | None, int]]) -> list[list[Any]]
 
 def _find() -> int:
     """Return the number of the stack of the one other thread that is in a backward pass; 0 if
-    several are, since nothing tells which of them waits for the calling thread.
+    several are, since it is unknown which of them waits for the calling thread.
     """
     own = threading.get_ident()
     found = []

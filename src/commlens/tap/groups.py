@@ -233,7 +233,7 @@ def unique_name(process_group: Any) -> str:
 
 
 def global_ranks(process_group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a group by rank in the group; empty if nothing tells them."""
+    """Return the global ranks of a group by rank in the group; empty if they are unknown."""
     return _members(process_group)[0]
 
 

@@ -42,8 +42,8 @@ STALL_S: Final = 5.0
 show a verdict.
 """
 SHOW_AFTER_S: Final = 5.0
-"""A verdict on a test that still runs so long afterwards is printed at once: nobody may be there to
-end the test.
+"""A verdict on a test that still runs so long afterwards is printed at once: no person may be there
+to end the test.
 """
 _LOOK_BEFORE_S: Final = 4.0  # before pytest-timeout ends a test
 _LOOK_EVERY_S: Final = 1.0  # from then on: a wait may just have begun

@@ -107,8 +107,8 @@ class Announcer:
         thread: int,
         frame: FrameType | None,
     ) -> Pending | None:
-        """Announce a call of a user's function. Return None if this rank's board is full or nothing
-        tells the peers.
+        """Announce a call of a user's function. Return None if this rank's board is full or the
+        peers are unknown.
 
         Args:
             name: the function's name.
@@ -198,7 +198,7 @@ class Announcer:
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
     def channel(self, args: InternedArgs) -> VerifiedChannel | None:
-        """Return the channel to announce on; None if nothing tells the peers: for a group that was
+        """Return the channel to announce on; None if the peers are unknown: for a group that was
         made by hand, and for some messages.
         """
         channel = args.channel

@@ -59,9 +59,9 @@ def job_was_stopped(members: Sequence[Member], *, hung: bool = False) -> bool:
 
     Args:
         members: all ranks.
-        hung: whether a fault was told before. Then a user or a timeout probably ends the job: ranks
-            that a stop signal does not end because they wait in C++ may still live, or be killed at
-            last by the launcher.
+        hung: whether a fault was printed before. Then a user or a timeout probably ends the job:
+            ranks that a stop signal does not end because they wait in C++ may still live, or be
+            killed at last by the launcher.
     """
     dead = dead_ranks(members)
     if len(members) < 2 or not dead:
@@ -181,7 +181,7 @@ class DeathDetector:
         """Return whether to report the death now; True only once.
 
         Ranks that a launcher has just started may die before they are seen. It ends the others
-        then, and tells how they ended.
+        then, and reports how they ended.
         """
         if self._due is None or now < self._due:
             return False

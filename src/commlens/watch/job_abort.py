@@ -75,7 +75,7 @@ class JobAbort:
         else:
             if verdict is not None:
                 # torchrun's summary shows the verdict as the error of the culprits, or of all ranks
-                # if none of them is on this node
+                # if this node has none of them
                 members = [
                     member for member in self._roster.current() if member.alive and member.here
                 ]

@@ -58,8 +58,8 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
     """Ask the other nodes' watchers what their ranks are doing. Takes about a second, some more if
     a node does not answer.
 
-    With many nodes, a few are asked: those whose ranks tell what is wrong if ranks wait, or some of
-    all if none does.
+    With many nodes, a few are asked: if ranks wait, those whose ranks show the fault; else a
+    sample.
 
     Args:
         job_dir: the folder of the job's black boxes on this node.

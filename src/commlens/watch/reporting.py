@@ -160,7 +160,7 @@ class Evidence:
 
         Args:
             about: the verdict that was made of these. The nodes that it is about are asked for more
-                records, or all nodes are, if it names nobody.
+                records, or all nodes are, if it names none.
         """
         self.alike, self.poses = NONE_ALIKE, NO_POSES
         remote, more = self.remote_logs(about)

@@ -87,7 +87,8 @@ class Slowness:
         # on the ranks of all nodes; None: this node judges its own
         self._judgement: Judgement | None = None
         self._slow: SlowRanks | None = None  # the ranks that this node explained or explains now
-        self._awaited = 0  # samples since this node told the others enough and nobody has judged
+        # samples since this node has sent the others enough, and no node has judged
+        self._awaited = 0
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
         self._is_slower = False  # than at first
@@ -163,8 +164,8 @@ class Slowness:
         return [*self._judge_ranks(ranks, self.logs), *self._judge_steps(pace)]
 
     def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> Pace | None:
-        """Read the ranks' newest records and return the pace since the last sample; None if it
-        cannot be told.
+        """Read the ranks' newest records and return the pace since the last sample; None if it is
+        unknown.
         """
         logs, problems = read_logs(list(ranks), {}, newest=NEWEST)
         pace = measure(logs, self._until_ns, least=least) if not problems else None

@@ -272,7 +272,7 @@ def _key(verdict: Verdict) -> tuple[object, ...]:
 
 
 def _fault(verdict: Verdict) -> tuple[object, ...]:
-    """Return what a verdict says is wrong, however sure it is."""
+    """Return a verdict's fault without its confidence."""
     collective = verdict.collective
     group = verdict.group
     return (

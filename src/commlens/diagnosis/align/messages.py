@@ -37,7 +37,7 @@ class Taken:
     receive: Collective  # names its sender
     taker: Collective  # the receive from any source
     sent: Collective  # the message that it took
-    rival: Collective  # a message of another rank that it could have taken, and that nobody takes
+    rival: Collective  # a message of another rank that it could have taken, and that no rank takes
     rival_rank: int
     races: bool  # nothing orders the two messages
 

@@ -168,7 +168,7 @@ def _sizes(op: Collective) -> tuple[int, ...]:
 
 
 def _kind(op: Collective) -> Hashable:
-    """Return what is equal on ranks that issue the same."""
+    """Return the properties that are equal on ranks that issue the same op."""
     return (op.op, op.step, _sizes(op), line_of(op))
 
 

@@ -52,8 +52,9 @@ def position_in(history: Sequence[Collective], op: Collective) -> int | None:
 
 
 def token(op: Collective) -> tuple[Hashable, ...]:
-    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the lines
-    that issue it, and its sizes, but those of all_to_all, which may vary from step to step.
+    """Return the token that identifies an op in a rank's routine: its kind, group, peer and root,
+    the lines that issue it, and its sizes, but those of all_to_all, which may vary from step to
+    step.
     """
     return (*loose_token(op), _sizes(op) if op.op != "all_to_all" else ())
 

@@ -76,7 +76,7 @@ def by_routine(
     left: Collection[int],
     been_here: Callable[[int], bool] | None = None,
 ) -> Decision | None:
-    """Blame all sides but the only one whose ranks all keep to what they did before.
+    """If all ranks of exactly one side keep to their earlier order, blame the other sides.
 
     Args:
         sides: the ranks of each side.
@@ -96,7 +96,7 @@ def by_routine(
 def by_midway(
     ended: Ranks, waiting: Ranks, midway: Collection[int], going_on: Collection[int]
 ) -> Decision | None:
-    """Blame ranks that ended inside of what they repeat, while the others wait in what they repeat.
+    """Blame ranks that ended in the middle of a repeated sequence, while the others wait in it.
 
     Args:
         ended: the ranks that ended.

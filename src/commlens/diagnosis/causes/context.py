@@ -101,7 +101,7 @@ class Context:
         return {block.how for block in self._blocks(ranks)} <= {"assumed", "unknown"}
 
     def completion_unknown(self, ranks: Iterable[int]) -> bool:
-        """Return whether nothing tells that the last op of these ranks has not completed on their
+        """Return whether it is unknown if the last ops of these ranks have completed on their
         devices.
         """
         return {block.how for block in self._blocks(ranks)} == {"unknown"}

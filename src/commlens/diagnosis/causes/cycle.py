@@ -78,7 +78,7 @@ class CycleCase(Case[Cycle]):
 
     path: Path = field(default_factory=list)  # a shortest cycle of their waits
     departures: Departures
-    unmet: Unmet | None = None  # only if nobody left the order
+    unmet: Unmet | None = None  # only if no rank left the order
 
 
 def find_cycles(context: Context) -> None:

@@ -1,4 +1,4 @@
-"""Processes that ended, not because a peer had; those that failed where nothing else tells why."""
+"""Processes that ended, not because a peer had; those that failed without another known reason."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def find_deaths(
     Args:
         context: the evidence.
         sinks: the nodes of ranks that died.
-        told: ranks whose end another cause tells.
+        told: ranks whose end another cause explains.
     """
     groups = _groups(context, sinks, told)
     _keep_the_first(context, groups, sinks)
@@ -128,8 +128,8 @@ def _alike(end: ProcessExit) -> _Alike:
 def _keep_the_first(
     context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
 ) -> None:
-    """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody
-    saw in which order they ended.
+    """Of ranks that are gone, drop those that seem to have been ended because of the others: the
+    order in which they ended is unknown.
 
     A refusal that a rank raised before says which rank had ended by then. While a rank lives, one
     that waited for another did not end first. If all have ended, one that waited may have been
@@ -200,7 +200,7 @@ def _add_death(
     view = context.job.views[ranks[0]]
     edges = context.graph.edges_into_all(nodes)
     blocked = context.blocked_by(nodes)
-    # did not end by themselves, or nobody saw how
+    # did not end by themselves, or it is unknown how
     peers = sorted(
         rank
         for rank, view in context.job.views.items()
@@ -364,7 +364,7 @@ def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> 
 
 
 def _silent_ranks(context: Context) -> list[int]:
-    """Return the ranks of which no line tells anything."""
+    """Return the ranks that no line names."""
     told = context.job.views.values()
     without = [view.rank for view in told if view.dump is not None and view.dump.tells_nothing]
     return sorted([*context.job.no_record, *without])

@@ -1,8 +1,8 @@
 """Decide whether a change of hardware explains why ranks stopped, slowed down or died.
 
 A change counts if it fits in time and in place: the rank's own GPU, an interface that the job uses,
-and no collective that completed after it. What changed everywhere explains nothing. A change that
-fits but cannot have the effect is kept as a possible coincidence, and blames nobody.
+and no collective that completed after it. A change that most parts have explains nothing. A change
+that fits but cannot have the effect is kept as a possible coincidence, and blames no rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _COUNTED: Final[frozenset[What]] = frozenset(
         "swapping",
     }
 )
-"""Changes that tell something only where others do not have them."""
+"""Changes that count as evidence only if other parts do not have them."""
 
 _EXPLAINS: Final[Mapping[type[Cause], frozenset[What]]] = {
     StuckInside: _GPU_BROKE | {"link-down", "adapter-error", "errors-rose", "rate-fell"},
@@ -183,7 +183,7 @@ def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
 def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_nodes: bool) -> None:
     """Add to a cause that was seen from outside what is wrong with the hardware now.
 
-    Nothing tells when the ranks stopped. So what is over explains nothing, nor does a counter that
+    It is unknown when the ranks stopped. So what is over explains nothing, nor does a counter that
     rises during the look: it may always do so.
 
     Args:

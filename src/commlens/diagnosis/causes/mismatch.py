@@ -110,8 +110,8 @@ def _order(mismatch: RecordMismatch) -> tuple[int, ...]:
 
 
 def _key_of_tie(case: MismatchCase) -> Hashable:
-    """Return what ties of one fault share: the same lines disagree, on other ranks or in other
-    groups.
+    """Return the key that ties of one fault share: the same lines disagree, on other ranks or in
+    other groups.
     """
     ops = case.mismatch.ops.values()
     lines = frozenset((op.op, op.call_lines) for op in ops)

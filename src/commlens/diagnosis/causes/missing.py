@@ -81,7 +81,7 @@ class Absence(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether the ranks certainly do what their activity tells."""
+        """Whether it is certain that the ranks do what their activity shows."""
         return self.doing.observed or self.doing.why in _NEED_NO_OBSERVATION
 
 
@@ -334,7 +334,7 @@ def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequen
 
 
 def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
-    """Return what the records do not tell about the ranks; None if they tell enough."""
+    """Return the facts about the ranks that the records lack; None if they suffice."""
     waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
     if context.completion_unknown(absence.waiting):
         return "completion-unknown"

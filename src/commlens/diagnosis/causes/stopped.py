@@ -1,4 +1,4 @@
-"""A launcher that a signal stopped: whether that is worth a line, and what sent the signal."""
+"""A launcher that a signal stopped: whether that is worth a line, and the sender of the signal."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ TELL_WHY: Final[tuple[JobEnding, ...]] = (
     "evicted",
     "gpu-error",
 )
-"""They tell why, so that the exceptions that followed tell no more."""
+"""They say why the job ended, so the exceptions that followed add nothing."""
 _BY_NOBODY: Final = ("node-failure", "preemption", "time-limit", "evicted", "cancelled")
 
 
 def find_told(
     dumps: Sequence[RankColumns], chosen: Sequence[RankColumns], timeouts: Sequence[UnplacedTimeout]
 ) -> ToldByLogs | None:
-    """Return the strongest fault in the logs' lines about the job; None if they tell none.
+    """Return the strongest fault in the logs' lines about the job; None if they show no fault.
 
     Args:
         dumps: of all files.
@@ -173,7 +173,7 @@ def _ended(
     dumps: Sequence[RankColumns], ranks: list[int], endings: Sequence[JobEnding]
 ) -> ToldByLogs | None:
     """Return why a scheduler, the kernel or a launcher says that the job or a process ended: the
-    first of these reasons that a line tells.
+    first of these reasons that a line names.
     """
     told = [line for dump in dumps for line in dump.endings]
     known = {line.ending for line in told} - {*OF_THE_STORE}

@@ -1,5 +1,5 @@
-"""Ranks that others wait for and of which no record tells what they did, and keys of the job's
-store that no rank writes.
+"""Ranks that others wait for and whose calls no record shows, and keys of the job's store that no
+rank writes.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _add_unrecorded(
 
 
 def _idle(context: Context) -> list[int]:
-    """Return the ranks that live and wait for nobody."""
+    """Return the ranks that live and wait for no other rank."""
     waiting = {node.rank for node in context.graph.blocks}
     views = context.job.views
     return sorted(rank for rank in views.keys() - waiting if not views[rank].exit.ended)

@@ -54,7 +54,7 @@ def state_key(log: RankLog) -> bytes | None:
 
 
 def _surroundings(log: RankLog) -> list[Any]:
-    """Return where a rank's main thread stands, and what happened on its node."""
+    """Return the place of a rank's main thread, and the events on its node."""
     stack, events = log.main_stack, log.health.events if log.health is not None else ()
     lines = _lines(stack.frames) if stack is not None else None
     return [lines, sorted({event.what for event in events})]

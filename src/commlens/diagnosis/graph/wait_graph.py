@@ -2,8 +2,8 @@
 sinks and cycles are root causes.
 
 A collective is a node of its own between the threads that wait in it and the ranks that it waits
-for, so the number of edges is linear in the number of ranks, not quadratic. Who should write a key
-of the job's store is told by who has written keys of its kind.
+for, so the number of edges is linear in the number of ranks, not quadratic. The rank that should
+write a key of the job's store is inferred from the ranks that have written keys of its kind.
 """
 
 from __future__ import annotations

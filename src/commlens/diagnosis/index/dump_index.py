@@ -210,7 +210,7 @@ def _direction(dump: RankColumns, row: int) -> tuple[tuple[int, int], int]:
 
 def _written_ns(dumps: Sequence[RankColumns]) -> dict[int, int]:
     """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of
-    writing; 0 where that tells nothing.
+    writing; 0 if it is unknown.
 
     Some archives and object stores keep full seconds, or another time altogether: then a file is
     older than what it holds.

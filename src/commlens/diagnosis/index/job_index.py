@@ -541,7 +541,7 @@ class _RankIndexer:
         ]
 
     def _find_unknown(self) -> None:
-        """Assume that the main thread waits for the last op on a device, if nothing tells whether
+        """Assume that the main thread waits for the last op on a device, if it is unknown whether
         that has completed.
         """
         view, last = self.view, self.view.last_op
@@ -584,8 +584,8 @@ class _RankIndexer:
 
 
 _ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)
-"""How it was learned that an op in flight has not completed on its device. Of one that was just
-enqueued, nothing is known.
+"""How it was learned that an op in flight has not completed on its device. This is unknown for an
+op that was just enqueued.
 """
 
 

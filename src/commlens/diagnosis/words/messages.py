@@ -39,7 +39,9 @@ def messages_part(mismatch: RecordMismatch) -> str:
 
 
 def why_astray(mismatch: RecordMismatch) -> list[str]:
-    """Return the sentence that tells why one side is blamed; none if nothing tells."""
+    """Return the sentence that says why one side is blamed; an empty list if the reason is
+    unknown.
+    """
     if mismatch.astray is None or mismatch.pair is None:
         return []
     sender, receiver = mismatch.ops

@@ -167,7 +167,7 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
 
 
 def completion_unknown(channel: Channel) -> str:
-    """Return why nothing tells whether the collectives of a channel completed."""
+    """Return why it is unknown whether the collectives of a channel completed."""
     match channel.completion:
         case "hooks":
             return (

@@ -1,5 +1,5 @@
-"""Words about ranks of which no record tells what they did, and about keys of the job's store that
-no rank writes.
+"""Words about ranks whose calls no record shows, and about keys of the job's store that no rank
+writes.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Nodes:
         return list(view.live) if view is not None else []
 
     def _view(self) -> NodesView | None:
-        """Return what follows from the values of the other nodes; None without a store."""
+        """Return the view that follows from the values of the other nodes; None without a store."""
         now = time.monotonic()
         with self._lock:
             if self._refused or now - self._contact > self._known.lost_s:
