@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from commlens.text import clean_json
 # largest box in bytes; a header that claims more is rejected
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
-_LIVE: Final = struct.Struct("<21Q")  # from HEARTBEAT_MONO to GAVE_UP
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -191,40 +189,19 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
     """Unpack the live words."""
     if len(header) < L.HEADER_SIZE:
         raise FormatError("The black box was cut off while it was read.")
-    words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
-    (
-        heartbeat_mono,
-        heartbeat_unix,
-        issued,
-        _head,
-        phase,
-        steps,
-        oldest,
-        oldest_since,
-        lost,
-        evidence,
-        expecting,
-        exception,
-        main_since,
-        rank_world,
-        timeout_ms,
-        setup,
-        setup_since,
-        expires,
-        hazards,
-        world,
-        gave_up,
-    ) = (min(word, INT_MAX) for word in words)
-    # Damaged words that would make a wait older than the box.
-    oldest_since, main_since = (
-        since if since >= identity.created_mono_ns else 0 for since in (oldest_since, main_since)
-    )
-    setup_since = (
-        setup_since if setup_since >= identity.created_mono_ns else min(setup_since, L.SETUP_RAISED)
-    )
+
+    def word(offset: int) -> int:
+        return min(int(L.LIVE_WORD.unpack_from(header, offset)[0]), INT_MAX)
+
+    def moment(offset: int, otherwise: int = 0) -> int:
+        """Return a moment; ``otherwise`` if the word is no moment since the box was created."""
+        since = word(offset)
+        return since if since >= identity.created_mono_ns else otherwise
+
     rank, world_size = identity.rank, identity.world_size
-    if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
-        rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF
+    learned = word(L.RANK_WORLD)
+    if 0 < learned >> 32 <= learned & 0xFFFFFFFF <= WORLD_MAX:
+        rank, world_size = (learned >> 32) - 1, learned & 0xFFFFFFFF
     about = identity.about
     return BoxStatus(
         job=about_text(about, "job"),
@@ -238,26 +215,26 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         pid=identity.pid,
         start_ticks=min(identity.start_ticks, INT_MAX),
         script=about_text(about, "script"),
-        timeout_s=timeout_ms / 1000,
+        timeout_s=word(L.TIMEOUT_MS) / 1000,
         capacity=identity.capacity,
         created_mono_ns=identity.created_mono_ns,
         created_ns=identity.created_ns,
-        heartbeat_mono_ns=heartbeat_mono,
-        heartbeat_ns=heartbeat_unix,
-        issued=issued,
-        phase=phase,
-        steps=steps,
-        oldest_index=oldest,
-        oldest_mono_ns=oldest_since,
-        lost=lost,
-        evidence_number=evidence,
-        expecting=expecting,
-        exception=exception,
-        main_stack_since_mono_ns=main_since,
-        setup=setup,
-        setup_since_mono_ns=setup_since,
-        expires_mono_ns=expires,
-        hazards=hazards,
-        world=world,
-        gave_up_mono_ns=gave_up,
+        heartbeat_mono_ns=word(L.HEARTBEAT_MONO),
+        heartbeat_ns=word(L.HEARTBEAT_UNIX),
+        issued=word(L.NEXT_INDEX),
+        phase=word(L.PHASE),
+        steps=word(L.STEPS),
+        oldest_index=word(L.OLDEST_INDEX),
+        oldest_mono_ns=moment(L.OLDEST_SINCE),
+        lost=word(L.LOST),
+        evidence_number=word(L.EVIDENCE_SEQ),
+        expecting=word(L.EXPECTING),
+        exception=word(L.EXCEPTION),
+        main_stack_since_mono_ns=moment(L.MAIN_STACK_SINCE),
+        setup=word(L.SETUP),
+        setup_since_mono_ns=moment(L.SETUP_SINCE, min(word(L.SETUP_SINCE), L.SETUP_RAISED)),
+        expires_mono_ns=word(L.EXPIRES),
+        hazards=word(L.HAZARDS),
+        world=word(L.WORLD),
+        gave_up_mono_ns=word(L.GAVE_UP),
     )
