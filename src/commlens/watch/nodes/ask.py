@@ -1,5 +1,5 @@
-"""What the watchers of a job's nodes say about their ranks, in the job's store, asked by a command
-that is no node.
+"""Ask the watchers of a job's nodes about their ranks, through the job's store, from a command that
+is no node itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class AskedNodes:
-    """The nodes of a job as of now, and what they answer to a command.
+    """The nodes of a job as of now, and their answers to a command.
 
     All methods raise OSError if the store cannot be asked.
 
@@ -75,11 +75,11 @@ class AskedNodes:
 
         Args:
             read: reads the answer of the node with this slot.
-            of: the slots of those to ask.
-            records: newest records of each rank to ask for.
+            of: the slots of the nodes to ask.
+            records: how many of each rank's newest records to ask for.
 
         Returns:
-            What was read by slot, and the nodes that did not answer in time.
+            The answers by slot, and the nodes that did not answer in time.
         """
         number = self._ask(nodes=list(of), records=records).number
         found: dict[int, StatusAnswer] = {}
@@ -98,8 +98,8 @@ class AskedNodes:
             own: states that are known already.
 
         Returns:
-            What came in time; None if the nodes cannot be a tree: too many slots are of nodes that
-            have gone.
+            The states that came in time; None if the nodes cannot form a tree: too many slots
+            belong to nodes that have gone.
         """
         slots = {beat.slot for beat in self.beats if not beat.finished}
         tree = Tree.of(slots, self._count)
@@ -135,13 +135,13 @@ class AskedNodes:
 
 
 def newest_beats(client: Client, count: int) -> list[Beat]:
-    """Return the last values of the nodes that came last, by slot.
+    """Return the last values of the newest nodes, by slot.
 
     A node draws a new slot when its workers are restarted: former values of its ranks are left out.
 
     Args:
         client: of the job's store.
-        count: how many nodes ever drew a number.
+        count: how many slots were ever drawn.
     """
     slots = range(max(0, count - _MOST), count)
     is_bundled = len(slots) > BUNDLES_ABOVE

@@ -1,4 +1,4 @@
-"""What a node of the tree collects of the states of the nodes below it."""
+"""The states that a node of the tree collects from the nodes below it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LOOK_STATES: Final = "look-states"
 
 
 class Collecting:
-    """What is collected for one request. Its methods may be called from any thread.
+    """The states collected for one request. Its methods may be called from any thread.
 
     Args:
         request: for the states of all ranks.
-        slot: of the node that collects; None: it is who asks, and reads the root's sum.
+        slot: of the node that collects; None: the requester collects, and reads the root's sum.
         began: ``time.monotonic()`` at which the request was seen.
         period_s: between two looks of a node at the values of others.
     """
@@ -64,13 +64,15 @@ class Collecting:
         self.has_own = True
 
     def add(self, slot: int, states: States) -> None:
-        """Add what a node stored."""
+        """Add the states that a node stored."""
         self._waits_for.discard(slot)
         with self._lock:
             self.sum.add(states)
 
     def collect(self, client: Client) -> None:
-        """Add what nodes have stored since, and store the sum once there is nothing to wait for."""
+        """Add the states that nodes have stored since, and store the sum once no node is waited
+        for.
+        """
         for slot, value in stored(client, self._kind, self.to_read(time.monotonic())).items():
             states = unpack_states(value, self.request.id)
             if states is not None:
@@ -81,13 +83,13 @@ class Collecting:
             client.get([])  # send it
 
     def is_complete(self, now: float) -> bool:
-        """Return whether there is nothing more to wait for: all have answered, this node's own
+        """Return whether no node is waited for any longer: all have answered, this node's own
         watcher among them, or it is too late.
         """
         return now > self._until or (self.has_own and not self._waits_for)
 
     def copy(self) -> States:
-        """Return what was collected, to which nothing is added any more."""
+        """Return a copy of the states collected so far."""
         copy = States()
         with self._lock:
             copy.add(self.sum)

@@ -3,10 +3,11 @@ evidence of all.
 
 Each node has one small value in the store, which it overwrites about once a second: its ranks, how
 long they have waited, which of them died. The reporter is the live node with the lowest rank. It
-asks for evidence by a number in its value; each node answers with its ranks' black boxes. What the
-reporter prints, the other nodes print as one line. See docs/nodes.md.
+asks for evidence by a number in its value; each node answers with its ranks' black boxes. The other
+nodes print one line for each verdict that the reporter prints. See docs/nodes.md.
 
-All traffic is in a thread of its own. If the store cannot be reached, each node speaks for itself.
+All traffic is in a thread of its own. If the store cannot be reached, each node gives its own
+verdict.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ Answer = TypeVar("Answer")
 
 
 class LostStore(NamedTuple):
-    """The store that the nodes met in, and do not reach any more."""
+    """The store in which the nodes met, and which they no longer reach."""
 
     place: Place
     silent_s: float
@@ -160,8 +161,8 @@ class Nodes:
     # --- the watcher's side
 
     def meet(self, members: Sequence[Member], digests: Callable[[], Digests]) -> bool:
-        """Tell the other nodes about this one. Returns False if there are none, or none are known
-        yet.
+        """Tell the other nodes about this one. Returns False if there are no other nodes, or none
+        are known yet.
 
         Args:
             members: this node's ranks.
@@ -244,7 +245,7 @@ class Nodes:
         return list(view.live) if view is not None else []
 
     def _view(self) -> NodesView | None:
-        """Return the view that follows from the values of the other nodes; None without a store."""
+        """Return the conclusions from the values of the other nodes; None without a store."""
         now = time.monotonic()
         with self._lock:
             if self._refused or now - self._contact > self._known.lost_s:
@@ -266,8 +267,8 @@ class Nodes:
             return self._known.host(slot, self._host)
 
     def lost(self, after_s: float) -> list[Lost]:
-        """Return the nodes that have been silent for this long without having left; all of them if
-        it is the store that is silent. Many nodes are not heard so often, and need longer.
+        """Return the nodes that have been silent for this long without having left; all nodes, if
+        the store is silent. With many nodes, each is heard less often, so the time is longer.
         """
         now, read_every_s = time.monotonic(), rest_period_s(self._count)
         with self._lock:
@@ -288,8 +289,8 @@ class Nodes:
 
     @property
     def unknown(self) -> list[str]:
-        """What is not known of other nodes, in sentences: nodes that fell silent without leaving,
-        or a store that does.
+        """Sentences about the other nodes that are out of sight: nodes that fell silent without
+        leaving, or all, if the store fell silent.
         """
         lost = self.lost(LOST_S)
         late = time.monotonic() - self._contact > self._known.lost_s
@@ -313,8 +314,8 @@ class Nodes:
 
     @property
     def lost_store(self) -> LostStore | None:
-        """The store that was lost; None if there is none, or the nodes meet elsewhere, or all that
-        is lost had ended.
+        """The store that was lost; None if no store was lost, if the nodes meet elsewhere, or if
+        all nodes had ended.
         """
         if not self._lost_since or self.others:
             return None
@@ -342,8 +343,8 @@ class Nodes:
         return view.reporter(self._mine) if view is not None else None
 
     def waits(self, now_ns: int) -> list[OpenWait]:
-        """Return the oldest waits of other nodes, one of each; if another node reports for the job,
-        its value holds the oldest of all.
+        """Return the oldest waits of other nodes, one of each node. If another node reports for the
+        job, its value holds the oldest of all.
         """
         view, reporter = self._view(), self.reporter
         if view is None or view is not self._waits_in:
@@ -410,7 +411,7 @@ class Nodes:
         return False
 
     def take_request(self) -> Request | None:
-        """Return the request for evidence that is to be answered; once."""
+        """Return the request for evidence that this node must answer, only once."""
         with self._lock:
             request, self._asked = self._asked, None
         return request
@@ -448,13 +449,13 @@ class Nodes:
 
         Args:
             read: reads the evidence of the node with this slot; called without a lock.
-            of: the slots of those to ask; empty: all.
+            of: the slots of the nodes to ask; empty: all.
             records: how many of each rank's newest records to ask for; 0: as many as the size of
                 the job allows.
             timeout_s: how long to wait for the answers; None: as long as they may take.
 
         Returns:
-            What was read by slot, in the order of the slots, and the nodes that did not answer in
+            The evidence by slot, in the order of the slots, and the nodes that did not answer in
             time.
         """
         asked = [beat for beat in self.others if not of or beat.slot in of]
@@ -479,8 +480,8 @@ class Nodes:
     def _wait_for_answers(
         self, asked: Sequence[Beat], *, more_than: int, end: float
     ) -> tuple[dict[int, bytes], bool]:
-        """Wait for more answers than so many; return the evidence so far, and whether there is
-        nothing more to wait for.
+        """Wait until there are more than ``more_than`` answers. Return the evidence so far, and
+        whether no more is expected.
         """
         with self._changed:
             while True:
@@ -496,8 +497,9 @@ class Nodes:
         return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
 
     def gather_states(self, own: States) -> States | None:
-        """Ask the other nodes for the states of their ranks. Returns what came in time, with this
-        node's own; None if the nodes cannot be a tree: too many slots are of nodes that have gone.
+        """Ask the other nodes for the states of their ranks. Returns the states that came in time,
+        with this node's own; None if the nodes cannot form a tree: too many slots belong to nodes
+        that have gone.
         """
         slots = {self._mine.slot, *(beat.slot for beat in self.others)}
         tree = Tree.of(slots, self._count)
@@ -588,8 +590,8 @@ class Nodes:
                     self._changed.notify_all()
 
     def _end(self, client: Client) -> None:
-        """Let the others read the news, because the store may end with this process, and leave no
-        file behind.
+        """Let the other nodes read the news before this process ends, since the store may end with
+        it; and leave no file behind.
         """
         time.sleep(
             LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0
@@ -598,8 +600,8 @@ class Nodes:
             client.remove()
 
     def _move_on(self) -> None:
-        """Meet in the next place. The nodes draw new numbers there; those that do not come stay
-        known as lost, by a number below 0.
+        """Meet in the next place. The nodes draw new numbers there. Nodes that do not come stay
+        known as lost, under a number below 0.
         """
         with self._lock:
             self._given_up.append(self._places.pop(0))
@@ -612,8 +614,8 @@ class Nodes:
             )
 
     def _rest(self, client: Client, slot: int) -> None:
-        """Wait until it is time for the next exchange, or this node is poked, or woken by another
-        one; then not at the same moment as all others.
+        """Wait until the next exchange is due, or this process or another node wakes this one.
+        After another node's call, wait a random moment longer, so that not all nodes come at once.
         """
         period_s = self._period_s()
         if period_s <= QUICK_S:
@@ -623,7 +625,9 @@ class Nodes:
         self._poke.clear()
 
     def _would_report_next(self) -> bool | None:
-        """Return whether this node reports if the one that does falls silent; None: it does."""
+        """Return whether this node reports next if the reporter falls silent; None if it reports
+        now.
+        """
         reporter = self.reporter
         return None if reporter is None else self._mine.slot in reporter.successors
 
@@ -686,8 +690,8 @@ class Nodes:
         self._call_reporter(client, mine)
 
     def _publish(self, client: Client, slot: int) -> Beat:
-        """Store this node's value, which is returned, and with it its evidence and, for some nodes,
-        the values of others.
+        """Store this node's value, and with it its evidence and, for some nodes, the values of
+        others. Return the value.
         """
         with self._lock:
             evidence, self._evidence = self._evidence, None
@@ -712,8 +716,8 @@ class Nodes:
         return mine
 
     def _note_request(self, request: Request, beat: Beat, mine: Beat, now: float) -> None:
-        """Note what the node that reports asks for. It is seen again and again until this node's
-        watcher has answered.
+        """Note the reporter's request. It is seen again and again until this node's watcher has
+        answered.
         """
         if not request.concerns(mine.slot) or beat.order >= mine.order:
             return
@@ -726,7 +730,7 @@ class Nodes:
         self._asked, self._asked_at = request, now
 
     def _read_evidence(self, client: Client, beats: Sequence[Beat]) -> None:
-        """Read the answers to the last request, and what nodes have left behind."""
+        """Read the answers to the last request, and the evidence of nodes that have left."""
         with self._lock:
             # gather() may have asked again since this node's value was stored
             asked = self._mine.asked
@@ -746,8 +750,8 @@ class Nodes:
             self._changed.notify_all()
 
     def _answered(self, client: Client, asked: Request, beats: Sequence[Beat]) -> list[int]:
-        """Return the nodes that have stored their evidence since. If few were asked, it costs less
-        to read which request it answers than to read the values of these nodes.
+        """Return the nodes that have stored their evidence since. If few were asked, read the
+        number of the request that each has answered, which costs less than to read their values.
         """
         with self._lock:
             known = set(self._gathered)
@@ -762,8 +766,8 @@ class Nodes:
         return [other for other, value in answers.items() if value == request]
 
     def _follow_calls(self, client: Client, mine: Beat) -> None:
-        """If this node reports, wake those that it asks or has news for, and note which ones have
-        called.
+        """If this node reports, wake the nodes that it asks or has news for, and note the nodes
+        that have called.
         """
         self._called = set()
         if rest_period_s(self._count) <= PERIOD_S or self._would_report_next() is not None:
@@ -778,8 +782,8 @@ class Nodes:
                 wake(client, only or [beat.slot for beat in self.others])
 
     def _call_reporter(self, client: Client, mine: Beat) -> None:
-        """Let the node that reports read this node's value if it tells of a death, or of a wait
-        where that node knows of none.
+        """Let the reporter read this node's value if it shows a death, or a wait while the reporter
+        knows of none.
         """
         reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
         if reporter is None:

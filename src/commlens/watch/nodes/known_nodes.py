@@ -1,5 +1,5 @@
-"""The last value that a node has read of each other node of its job, and what follows from them:
-who lives, who reports, whom to read.
+"""The last value that a node has read of each other node of its job, and the conclusions from them:
+which nodes live, which one reports, which values to read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Known(NamedTuple):
 
 
 class NodesView(NamedTuple):
-    """What follows from the values of all nodes of this node's incarnation, until one changes."""
+    """The conclusions from the values of all nodes of this node's incarnation. They hold until a
+    value changes.
+    """
 
     peers: list[Known]
     live: list[Beat]  # those that live, by slot
@@ -88,8 +90,8 @@ class KnownNodes:
         return [known for known in self._by_slot.values() if mine.shares_incarnation(known.beat)]
 
     def view(self, mine: Beat, now: float) -> NodesView:
-        """Return what follows from all values. The watcher asks for it some times a second, and
-        with ten thousand nodes it takes a tenth of a second.
+        """Return the conclusions from all values. The watcher asks for them several times a second,
+        and with ten thousand nodes drawing them takes a tenth of a second.
         """
         made_of = (
             self._version,
@@ -162,8 +164,8 @@ class KnownNodes:
                 self._version += 1
 
     def renumber(self) -> None:
-        """Keep the nodes under numbers below 0, because all draw new ones in another meeting place.
-        Those that do not come stay lost.
+        """Keep the nodes under numbers below 0, because all nodes draw new numbers in another
+        meeting place. Nodes that do not come there stay lost.
         """
         former = [
             known._replace(beat=msgspec.structs.replace(known.beat, slot=-2 - slot, ended_at=0))
@@ -227,11 +229,11 @@ class KnownNodes:
         return known, new
 
     def _leading(self, mine: Beat, now: float) -> list[int]:
-        """Return the slots that matter to a node that does not report: of the reporter and, if it
-        is silent, of those that would be next.
+        """Return the slots that matter to a node that does not report: the reporter's and, if that
+        is silent, those of the nodes that would report next.
 
-        Empty if this node may have to report. With many nodes, none reads all values only because
-        the store is slow.
+        Empty if this node may have to report. With many nodes, a slow store alone is no reason to
+        read all values.
         """
         first = min(
             (known for known in self.peers(mine) if not known.beat.finished),
