@@ -249,7 +249,7 @@ def run_nodes(nodes: list[meeting.Nodes], spent: dict[int, float]) -> None:
             slot = node._mine.slot
             node._exchange(clients[at], slot)
             if pauses:
-                clients[at].pause(wake_key(slot), 0.0, node._poke.fileno())
+                clients[at].wait_for(wake_key(slot), 0.0, node._poke.fileno())
             spent[slot] = spent.get(slot, 0.0) + time.thread_time() - began
             due[at] = time.monotonic() + node._period_s()
         time.sleep(0.01)

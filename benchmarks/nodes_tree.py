@@ -92,7 +92,7 @@ class Client:
         self._memory.counters[key] = self._memory.counters.get(key, 0) + amount
         return self._memory.counters[key]
 
-    def existing(self, keys: Sequence[str]) -> list[str]:
+    def existing_keys(self, keys: Sequence[str]) -> list[str]:
         """Return those of these keys that exist."""
         self.requests += len(keys)
         there = self._memory

@@ -30,7 +30,7 @@ class Store:
     def set(self, name: str, value: bytes) -> None:
         self.values[name] = value
 
-    def existing(self, names: Sequence[str]) -> list[str]:
+    def existing_keys(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name in self.values]
 
     def get(self, names: Sequence[str]) -> list[bytes]:

@@ -20,7 +20,7 @@ def test_a_slow_store_makes_no_node_read_all_values() -> None:
     first, *others = (
         Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40)
     )
-    client: Any = SimpleNamespace(existing=list, get=list)
+    client: Any = SimpleNamespace(existing_keys=list, get=list)
 
     def read(values: Sequence[Beat], age_s: float) -> list[str]:
         node._contact = time.monotonic() - age_s
