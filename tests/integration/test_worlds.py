@@ -94,6 +94,12 @@ def until(is_true: Callable[[], object]) -> None:
             "rank 2 never reached all_reduce #4 of group pair [1-2]; rank 1 waits for it.",
         ),
         (
+            "commands",
+            {"job": 3},
+            "job:0",
+            "rank 0 waits for rank 1 to write the key 'result-3', and rank 1 waits for",
+        ),
+        (
             "no_server",
             {"job": 3},
             "job:1",
@@ -150,6 +156,7 @@ def test_the_late_member_is_named(
     ("shape", "worlds"),
     [
         long("part_of_a_world", {"job": 3}),
+        long("commands", {"job": 3}),
         ("two_worlds", {"trainer": 2, "rollout": 2}),
         long("no_default_group", {"job": 2}),
         long("made_again", {"job": 2}),

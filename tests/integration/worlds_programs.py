@@ -6,6 +6,7 @@ GROUP_PORT of the store of the group that is made by hand. LATE is ROLE:RANK of 
 sleeps until there is the file GO, or nobody.
 """
 
+import contextlib
 import datetime
 import os
 import sys
@@ -82,6 +83,22 @@ def no_server():
         maybe_late()
         bare_group(RANK - 1, 2, "pair")
     dist.barrier()
+
+
+def commands():
+    """Workers take commands in a loop; rank 1 answers. The driver asks for a result too early."""
+    dist.init_process_group("gloo", timeout=WAIT)
+    store = dist.PrefixStore("results", c10d._get_default_store())
+    for step in range(5):
+        command = [f"step {step}"]
+        if step == 3 and f"{ROLE}:{RANK}" == LATE:
+            with contextlib.suppress(dist.DistStoreError):  # a result before its command
+                store.wait([f"result-{step}"], datetime.timedelta(seconds=20))
+        dist.broadcast_object_list(command, src=0)
+        if RANK == 1:
+            store.set(f"result-{step}", command[0])
+        elif RANK == 0:
+            store.get(f"result-{step}")
 
 
 def no_default_group():

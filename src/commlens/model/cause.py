@@ -519,6 +519,17 @@ class UnmetMessage(msgspec.Struct, frozen=True):
     stands_in: CollectiveRef  # where the other side waits
 
 
+class AwaitedResult(msgspec.Struct, frozen=True):
+    """A key that one rank waits for, and that another one writes, which waits for the next command:
+    a collective of which the first rank is the root.
+    """
+
+    rank: Rank  # that waits for the key
+    key: str
+    writer: Rank
+    command: CollectiveRef
+
+
 class Cycle(Cause, tag="cycle", kw_only=True):
     """Ranks that wait for each other."""
 
@@ -527,6 +538,7 @@ class Cycle(Cause, tag="cycle", kw_only=True):
     waits: list[Wait] = []  # for ranks that are not known to have come
     left_order: list[LeftOrder] = []  # the culprits
     unmet_message: UnmetMessage | None = None
+    awaited_result: AwaitedResult | None = None
     rounds: Rounds | None = None  # that decided
     recomputed: Recomputed | None = None
     perhaps_come: list[Rank] = []  # awaited; their dumps may be older than the others

@@ -34,6 +34,7 @@ from commlens.diagnosis.causes.messages import fewer_issued, find_recomputed
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode, shortest_cycle
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import (
+    AwaitedResult,
     BlamedBy,
     Confidence,
     Cycle,
@@ -45,6 +46,7 @@ from commlens.model.cause import (
     UnmetMessage,
 )
 from commlens.model.collective import ChannelKey, Collective, Frame
+from commlens.text import is_of_key
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
 _CONFIDENCE: dict[BlamedBy, Confidence] = {
@@ -119,6 +121,7 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
         rounds=rounds,
         recomputed=recomputed,
         unmet_message=_unmet_as_data(unmet) if unmet is not None else None,
+        awaited_result=_awaited_result(path),
     )
     op = ops[culprits[0]] if culprits else path[0][2].op
     op = departures[culprits[0]][0] if departures else op
@@ -249,6 +252,19 @@ def _unmet_message(context: Context, path: Path) -> Unmet | None:
             issued = fewer_issued(context.job, node.rank, edge.op)
             if issued is not None and not stands_in.is_point_to_point:
                 return Unmet(node.rank, edge.op, issued, stands_in)
+    return None
+
+
+def _awaited_result(path: Path) -> AwaitedResult | None:
+    """Return the key that a rank waits for while the rank that writes such keys waits for its next
+    broadcast or scatter, as a worker does in the loop in which it takes commands.
+    """
+    waits = {node: edge.op for node, _, edge in path}
+    for node, target, edge in path:
+        command = waits[target]
+        if edge.op.is_store_wait and is_of_key(edge.op) and command.args.root == node.rank:
+            key = edge.op.channel.group.name
+            return AwaitedResult(node.rank, key, target.rank, collective_of(command))
     return None
 
 

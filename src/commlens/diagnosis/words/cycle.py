@@ -29,7 +29,7 @@ from commlens.diagnosis.words.phrases import (
     prose,
     separation,
 )
-from commlens.model.cause import Cycle, Rounds
+from commlens.model.cause import AwaitedResult, Cycle, Rounds
 from commlens.model.collective import Collective
 from commlens.text import (
     capital,
@@ -38,6 +38,7 @@ from commlens.text import (
     frame_phrase,
     group_phrase,
     joined,
+    numbered,
     op_phrase,
     rank_phrase,
     ranks_phrase,
@@ -125,24 +126,37 @@ def _parting(ranks: list[int], op: Collective, others: list[int], met: Collectiv
 
 def _words_of_undecided(context: Context, case: CycleCase) -> Words:
     ranks, ops, unmet = case.cause.ranks, case.ops, case.unmet
-    sides = sides_of(ops)
+    sides, awaited = sides_of(ops), case.cause.awaited_result
     across = " across groups" if _is_across_groups(case) else ""
+    summary = f"{ranks_phrase(ranks)} wait for each other{across}"
+    step = _step(ranks, ops, sides, unmet)
+    if unmet is not None:
+        summary = _unmet_summary(unmet)
+    elif awaited is not None:
+        summary, step = _awaited_result(awaited)
     return Words(
-        summary=(
-            _unmet_summary(unmet)
-            if unmet is not None
-            else f"{ranks_phrase(ranks)} wait for each other{across}"
-        ),
+        summary=summary,
         explanation=prose(
             describe_sides(sides, ops), separation(context, sides), _ring(context, case)
         ),
-        next_step=_step(ranks, ops, sides, unmet),
+        next_step=step,
         evidence=[
             *([f"{_counts(unmet)}."] if unmet is not None else []),
             UNDECIDED,
             *_steps_as_evidence(case),
         ],
         would_raise_confidence=_MORE_STEPS,
+    )
+
+
+def _awaited_result(awaited: AwaitedResult) -> tuple[str, str]:
+    asker, writer, key = rank_phrase(awaited.rank), rank_phrase(awaited.writer), awaited.key
+    op = numbered(awaited.command.op, awaited.command.sequence_number)
+    return (
+        f"{asker} waits for {writer} to write the key {key!r}, and {writer} waits for {op} of"
+        f" {asker}",
+        f"find out whether {asker} asks for the result of a command that it never sent, or"
+        f" {writer} left out the answer to one",
     )
 
 

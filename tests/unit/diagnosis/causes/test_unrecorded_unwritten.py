@@ -56,6 +56,21 @@ def test_nobody_is_blamed_if_most_ranks_are_with_the_one_that_writes() -> None:
     hold("cycle/key-and-collective", found)
 
 
+def test_a_result_of_a_command_that_was_not_sent() -> None:
+    """Ranks 1 to 3 wait for the next command of rank 0, which waits for a result of rank 1."""
+    workers = [rank(n, init(), inside=False, issued="broadcast", at=40) for n in (1, 2, 3)]
+    for log in workers:
+        op = log.collectives[0]
+        log.collectives[0] = msgspec.structs.replace(
+            op, args=msgspec.structs.replace(op.args, root=0)
+        )
+    found = verdict(in_store(0, "result-7"), wrote(workers[0], "result-0"), *workers[1:])
+    assert (found.kind, found.culprits, found.victims) == ("cycle", [], [0, 1, 2, 3])
+    awaited = found.cause.awaited_result
+    assert (awaited.rank, awaited.writer, awaited.key) == (0, 1, "result-7")
+    hold("cycle/result-of-no-command", found)
+
+
 def test_nobody_is_blamed_for_a_key_of_an_unknown_writer() -> None:
     reducing = [rank(n, init(), inside=False, issued="all_reduce", at=40) for n in (0, 1, 3)]
     found = verdict(*reducing[:2], in_store(2, "config", op="store.wait"), reducing[2])
