@@ -1,4 +1,4 @@
-"""What torch's calls that make and destroy groups mean for the recording of this process."""
+"""The effects on this process's recording of torch's calls that make and destroy groups."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | N
 
 
 class _ForeignDumps(NamedTuple):
-    """What other tools' files tell of the ranks."""
+    """The records and facts that other tools' files hold about the ranks."""
 
     dumps: list[RankColumns]  # with the black boxes of the other ranks
     unread: int  # files

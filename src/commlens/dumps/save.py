@@ -63,7 +63,9 @@ class _SavedObservations(msgspec.Struct):
 
 
 class _Before(NamedTuple):
-    """What was saved of a host's ranks before, as far as their boxes are still in the dump."""
+    """The facts that were saved about a host's ranks before, as far as their boxes are still in the
+    dump.
+    """
 
     pids: Mapping[int, int] = MappingProxyType({})  # by rank
     saved: Mapping[str, int] = MappingProxyType({})  # file name: Unix ns

@@ -1,5 +1,5 @@
-"""What ``commlens doctor`` reports about this environment. The checks are independent: if one
-fails, the others still run.
+"""The facts that ``commlens doctor`` reports about this environment. The checks are independent: if
+one fails, the others still run.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _row_weights: list[int] = []
 
 
 class Key(NamedTuple):
-    """What tensors have in common that are measured together."""
+    """The properties that are equal for tensors that are measured together."""
 
     dtype: torch.dtype | None  # of those with statistics
     size: int  # of an element, in bytes; 4 at most

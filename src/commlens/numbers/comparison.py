@@ -1,5 +1,5 @@
-"""Compare what the ranks of a job report of their tensors, check by check: a pure function of the
-reports so far.
+"""Compare the ranks' reports on their tensors, check by check: a pure function of the reports so
+far.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class Learned(NamedTuple):
 
 
 class TensorComparison:
-    """What was compared so far, and what was found."""
+    """The state of the comparison: the differences found so far, and the tensors that have
+    agreed.
+    """
 
     def __init__(self) -> None:
         # of each source and set of ranks: the last check without a difference, and its digests
@@ -195,8 +197,8 @@ class TensorComparison:
         return bool(ranks) and not self._is_known(label, ranks, check)
 
     def _is_known(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
-        """Return whether a difference on these ranks was found before, and remember it. A check for
-        whose answer the ranks wait finds it again.
+        """Return whether a difference on these ranks was found before, and remember it. A check
+        whose answer the ranks wait for reports it again.
         """
         known = any(
             each == label and not set(ranks).isdisjoint(before) for each, before in self._found
@@ -256,7 +258,9 @@ class TensorComparison:
         )
 
     def _stale(self, check: CheckId, roots: Sequence[Difference]) -> list[int]:
-        """Return the ranks on which alone the tensors are those of the last check."""
+        """Return the ranks whose tensors are those of the last check, if the other ranks' are
+        not.
+        """
         stale: set[int] = set()
         for root in roots:
             # the hashes of the tensor when its ranks agreed last
@@ -381,7 +385,7 @@ class TensorComparison:
     def _parting(
         self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
     ) -> list[Diverged]:
-        """Return the first op with which values part that were alike when the step began."""
+        """Return the first op after which values differ that were alike when the step began."""
         logs = {rank: each.ops for rank, each in reports.items() if each.ops is not None}
         found = find_parting(logs, list(_shared(parts))) if len(logs) > 1 else None
         if found is None:
@@ -443,7 +447,9 @@ def _of_kinds(differences: Sequence[Difference], kinds: Collection[str]) -> list
 
 
 def _cause_of_parting(check: CheckId, found: Parting, ranks: list[int], ops: int) -> Diverged:
-    """Return the first op with which values part, as a cause; ``ops``: that were compared."""
+    """Return as a cause the first op after which the ranks' values differ; ``ops``: that were
+    compared.
+    """
     has_majority = 2 * len(found.sides[0]) > len(ranks)
     culprits = sorted(rank for side in found.sides[1:] for rank in side) if has_majority else []
     doubt: DivergedDoubt | None = None if culprits else "no-majority"
@@ -475,7 +481,7 @@ def _cause_of_parting(check: CheckId, found: Parting, ranks: list[int], ops: int
 
 
 def _shared(parts: Sequence[RelatedTables]) -> Iterator[SharedTensor]:
-    """Yield the tensors that all of their ranks had alike."""
+    """Yield the tensors that agreed on all of their ranks."""
     for part in parts:
         if part.relation not in ("equal", "presumed") or len(part.tables) < len(part.ranks):
             continue
@@ -486,7 +492,9 @@ def _shared(parts: Sequence[RelatedTables]) -> Iterator[SharedTensor]:
 
 
 def _first_nan(check: CheckId, reports: Mapping[int, NumbersReport]) -> list[Diverged]:
-    """Return where NaN came up first: all ranks issue the same collectives in each step."""
+    """Return the place where NaN came up first. Ranks can be compared because all issue the same
+    collectives in each step.
+    """
     events = {
         rank: event
         for rank, report in sorted(reports.items())

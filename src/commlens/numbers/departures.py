@@ -28,8 +28,8 @@ TRAINED: Final[tuple[TensorKind, ...]] = (
     "optimizer-state",
     "parameter",
 )
-"""What an optimizer's step depends on, causes before effects. The output of a collective is the
-same on all ranks, whatever they send.
+"""The kinds of tensors on which an optimizer's step depends, causes before effects. The output of a
+collective is the same on all ranks, whatever they send.
 """
 
 CONFIDENCE: Final[Mapping[DivergedDoubt | None, Confidence]] = {
@@ -41,7 +41,7 @@ CONFIDENCE: Final[Mapping[DivergedDoubt | None, Confidence]] = {
     "on-all": "low",
     "no-majority": "low",
 }
-"""By what is in doubt, how sure it is which ranks are to blame."""
+"""The confidence in the blamed ranks, by what is in doubt."""
 
 _STATES_MAX: Final = 4  # of one parameter
 _LAST_OF_SINGLE: Final = 1 << 6  # of 23 bits
@@ -133,7 +133,7 @@ def find_departure(
 def blame(
     roots: Sequence[Difference], own: Sequence[OwnTensors], ranks: Sequence[int], stale: list[int]
 ) -> tuple[list[int], BlamedBy]:
-    """Return the ranks to blame, and by what."""
+    """Return the ranks to blame, and the rule that blames them."""
     culprits = sorted({rank for each in roots for rank in each.minority})
     if not roots:
         fewest = min(own, key=lambda each: len(each.ranks)).ranks

@@ -1,4 +1,4 @@
-"""The tensors that ranks have differently, found in the tables that they report."""
+"""The tensors that differ between ranks, found in the tables that the ranks report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RelatedTables(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A tensor that ranks have differently, the most ranks first."""
+    """A tensor that differs between ranks; the side with the most ranks comes first."""
 
     key: Key
     sides: list[dict[int, Measure]]
@@ -82,8 +82,8 @@ def parts_of(reports: Mapping[int, NumbersReport], load: Load) -> list[RelatedTa
 
 
 def must_be_equal(part: RelatedTables, check: CheckId) -> bool:
-    """Return whether nothing is left to learn: at a place of the user's choice, what looks like
-    replicas counts as such.
+    """Return whether tensors must be equal even if they have not agreed before: at a place of the
+    user's choice, tensors that look like replicas count as such.
     """
     return part.relation in ("equal", "output") or (
         part.relation == "presumed" and bool(check.wait_s)
@@ -117,7 +117,7 @@ def equal_sides(part: RelatedTables) -> list[dict[int, Measure]]:
 
 
 def find_differences(parts: Sequence[RelatedTables], tolerance: float) -> list[Difference]:
-    """Return the tensors that ranks have differently. Ranks that are compared with one another in
+    """Return the tensors that differ between ranks. Ranks that are compared with one another in
     several tables are compared together.
     """
     by_part = [part.by_key() for part in parts]
@@ -193,8 +193,8 @@ def are_close(one: Measure, other: Measure, tolerance: float) -> bool:
 
 
 def is_telling(measure: Measure) -> bool:
-    """Return whether a tensor that was equal on all ranks tells that it must be: a count of what
-    the ranks do is equal for a while by chance.
+    """Return whether it follows from a tensor's having been equal on all ranks that it must be: a
+    counter may be equal for a while by chance.
     """
     return measure.kind == "rng" or (measure.items > 1 and measure.dtype in _FLOATING)
 

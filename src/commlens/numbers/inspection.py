@@ -1,4 +1,4 @@
-"""What one check looks at: the tensors of a model and its optimizer that other ranks hold, too."""
+"""The tensors of one check: those of a model and its optimizer that other ranks hold, too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Inspection:
 
     Args:
         looked: the tensors. They may change as soon as this returns.
-        nans: tell of parameters and optimizer states that are NaN.
+        nans: report parameters and optimizer states that are NaN.
         first_nan: where NaN came up.
         outputs: of collectives, which are being measured already.
     """
@@ -89,7 +89,7 @@ def look_at(
     only: Collection[int] | None = None,
     buffers: bool = True,
 ) -> Iterator[Looked]:
-    """Yield what a check looks at.
+    """Yield the tensors of a check.
 
     Args:
         model: whose parameters, gradients and buffers are looked at.
@@ -155,7 +155,7 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
 
 
 def _how_many(kept_by: tuple[Replicas, ...]) -> tuple[bool, int]:
-    """Sort key for the most ranks, of which it is certain that they hold the same."""
+    """Sort key: the number of ranks that certainly hold the same tensor."""
     return max(
         ((each.relation == "equal", len(each.ranks)) for each in kept_by), default=(False, 0)
     )
@@ -171,11 +171,11 @@ def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
 
 
 def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Looked]:
-    """Yield the state of the random number generator, which tells why other tensors differ: with
-    tensor parallel, ranks that hold the same tensors compute the same. It is compared on its own
-    where tensor parallel ranks draw numbers in their forward passes: once they have had the same
-    state, as with one seed, they must keep it. torch's own tracker for DTensors leaves this state
-    the same on all of them.
+    """Yield the state of the random number generator, which may explain why other tensors differ:
+    with tensor parallel, ranks that hold the same tensors compute the same. It is compared on its
+    own where tensor parallel ranks draw numbers in their forward passes: once they have had the
+    same state, as with one seed, they must keep it. torch's own tracker for DTensors leaves this
+    state the same on all of them.
     """
     if not any(map(has_fsdp, model.alive())):
         state = torch.get_rng_state()

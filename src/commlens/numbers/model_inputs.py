@@ -2,7 +2,7 @@
 DDP, FSDP1 or FSDP2.
 
 torch's private names: FSDP1's ``_inter_node_pg``; FSDP2's ``FSDPState``, its ``_root_pre_forward``,
-and ``_state_ctx`` (tried with torch 2.13). What is not as expected is not watched.
+and ``_state_ctx`` (tried with torch 2.13). A module without these names is not watched.
 """
 
 from __future__ import annotations

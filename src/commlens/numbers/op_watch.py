@@ -65,7 +65,7 @@ class _KnownTensor(NamedTuple):
 
 
 class _OpFacts:
-    """The facts about an op that its schema tells."""
+    """The facts about an op that its schema shows."""
 
     def __init__(self, op: Any) -> None:
         name = op._schema.name.partition("::")[2]

@@ -2,8 +2,8 @@
 step of the first optimizer.
 
 An output is measured when the wait for it has returned, on the stream that waits: what the program
-does to it comes later, and no thread and no stream waits for us. What C++ waits for, as DDP does
-for its gradients, is not measured: a check compares the gradients themselves.
+does to it comes later, and no thread and no stream waits for us. The output of a collective that
+C++ waits for, such as DDP's gradients, is not measured: a check compares the gradients themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Pending(NamedTuple):
 
 
 class OutputWatch(tap.WaitSubscriber):
-    """Subscriber of the tap, and listener to waits. An error of it ends it, and is kept."""
+    """Subscriber of the tap, and listener to waits. An error of its own ends it, and is kept."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -74,7 +74,7 @@ class OutputWatch(tap.WaitSubscriber):
             tap.attach(self)
 
     def stop(self) -> None:
-        """Listen to nothing any more."""
+        """Stop listening."""
         if self._is_on:
             self._is_on = False
             tap.detach(self)
@@ -83,7 +83,7 @@ class OutputWatch(tap.WaitSubscriber):
         self._by_address.clear()
 
     def take(self) -> list[Output]:
-        """Return what was measured in this step."""
+        """Return the outputs measured in this step."""
         outputs = self._outputs
         self._forget()
         return outputs
@@ -134,7 +134,9 @@ class OutputWatch(tap.WaitSubscriber):
         return any(not isinstance(each, threading._DummyThread) for each in known)
 
     def returned(self, pending: _Pending | None, result: Any) -> None:
-        """Measure the output of a collective that has none to wait for, or wait for its end."""
+        """Measure the output of a collective that has no Work, or wait until its Work was waited
+        for.
+        """
         if pending is None:
             return
         try:

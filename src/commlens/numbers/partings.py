@@ -1,4 +1,4 @@
-"""The first op with which the values of ranks part: a pure function of the ops that they ran.
+"""The first op after which the ranks' values differ: a pure function of the ops that they ran.
 
 An op that gets the same inputs and gives other outputs has gone wrong, wherever it runs. Ranks may
 compute different values from different data, so other ops are looked at only where they write to a
@@ -58,7 +58,7 @@ class _TensorChange(NamedTuple):
 
 
 def find_parting(logs: Mapping[int, OpLog], shared: Sequence[SharedTensor]) -> Parting | None:
-    """Return the first op with which values part."""
+    """Return the first op after which values differ."""
     ranks = {rank: OpsOfRank(rank, log) for rank, log in sorted(logs.items())}
     found = [*_other_results(ranks), *_other_changes(ranks, shared)]
     return min(found, key=lambda parting: (parting.position, bool(parting.origins)), default=None)

@@ -96,8 +96,8 @@ class Model:
 
     Args:
         roots: the outermost modules.
-        group: the ranks that hold replicas of what neither DDP nor a placement describes; None:
-            replicas are learned from whether they agree.
+        group: the ranks that hold replicas of tensors that neither DDP nor a placement describes;
+            None: tensors that agree are taken for replicas.
     """
 
     def __init__(self, roots: Iterable[nn.Module], group: tuple[int, ...] | None = None) -> None:

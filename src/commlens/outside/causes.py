@@ -1,5 +1,5 @@
-"""What is wrong with a job that is only seen from outside: which rank stands where no other rank
-stands, in which call.
+"""The faults of a job that is only seen from outside: which rank stands where no other rank stands,
+in which call.
 
 A pure function of the samples. Stacks hold no sequence numbers and no members of groups, so each
 cause says how sure it can be, and names no rank where the evidence does not decide.
@@ -29,7 +29,7 @@ from commlens.outside.waits import compare_waits, needs_all
 
 
 def find_causes(job: SeenJob) -> list[Found[Any]]:
-    """Return what was found, the most important first; nothing if no rank waits."""
+    """Return the causes, the most important first; nothing if no rank waits."""
     if job.absent:
         return [_dead(job)]
     if not job.stuck:

@@ -1,4 +1,4 @@
-"""What was found from outside, in words. They differ from those of the diagnosis because stacks
+"""Words about the causes found from outside. They differ from those of the diagnosis because stacks
 show no sequence numbers, and say how sure they can be.
 """
 
@@ -51,7 +51,7 @@ _DOUBTS: Final[Mapping[Doubt, str]] = {
 
 
 def describe(job: SeenJob, found: Found[Any]) -> Finding:
-    """Return the finding of what was found. Its evidence ends with where all ranks stand."""
+    """Return the finding for a cause. Its evidence ends with where all ranks stand."""
     words = _WORDS[found.seen](job, found)
     words = add_hardware(with_init_meeting(words, found.cause), found.cause)
     words = words._replace(evidence=[*words.evidence, *_places(job)])

@@ -75,7 +75,7 @@ _COMMAND_MAX: Final = 80
 
 
 class ProcessWait(NamedTuple):
-    """What a process waits for."""
+    """The file, lock or call for which a process waits."""
 
     text: str = ""  # "it waits to read from a pipe"; empty if it does not show
     holder: int = 0  # of a lock: the process that has it, if it is known

@@ -27,7 +27,7 @@ NARROW: Final = 110
 
 @dataclass
 class View:
-    """What the user chose."""
+    """The view that the user chose."""
 
     order: Order = "rank"
     folded: bool = True

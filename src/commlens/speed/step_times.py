@@ -70,7 +70,7 @@ line.
 
 
 class _RankSteps:
-    """What one rank did within a window."""
+    """The calls of one rank within a window."""
 
     def __init__(
         self, log: RankLog, window: Span, waits: Sequence[WaitTime], arrivals: _Arrivals
@@ -279,7 +279,7 @@ def _item_size(dtype: str) -> int:
 
 
 def _unknown(ranks: Sequence[_RankSteps], times: StepTimes) -> list[str]:
-    """Return what these records cannot tell, in sentences."""
+    """Return sentences about the facts that these records do not show."""
     ops = [op for rank in ranks for op in rank.ops]
     devices = sorted({op.channel.device for op in ops} - {"cpu"})
     found: list[str] = []

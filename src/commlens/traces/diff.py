@@ -3,8 +3,8 @@ are ignored.
 
 Collectives that both traces have are removed first, by kind. Each remaining collective is paired
 with the nearest one of the other trace: the same op, phase, module and group (it changed), the same
-op in another place (it moved), or another op in the same place (it was replaced). What still
-remains is new or gone.
+op in another place (it moved), or another op in the same place (it was replaced). Collectives that
+still remain are new or gone.
 """
 
 from __future__ import annotations

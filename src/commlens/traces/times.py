@@ -225,7 +225,7 @@ def _answer(data: TraceData, found: Times) -> str:
 
 
 def _parts(found: Times) -> str:
-    """Return how the time divides into waiting and other work. What is below 1 % is left out."""
+    """Return how the time divides into waiting and other work. Parts below 1 % are left out."""
     least = 0.01 * found.time_ns
     text = (
         f"; the rank waited for {short_duration(found.waited_ns)} of it"

@@ -73,7 +73,7 @@ class OpRecord(NamedTuple):
 
 
 class _OpSchema:
-    """What an op's schema says about it."""
+    """The facts about an op that its schema shows."""
 
     __slots__ = ("communicates", "is_tensor_op", "op", "packet", "run")
 

@@ -129,8 +129,8 @@ class Comparison:
     def _disagreement(
         self, pending: Pending, announced: _Announcements
     ) -> Disagree | LeafDisagreement | None:
-        """Return what the announced arguments disagree in; None if they match. Signatures that
-        agree are remembered, also in C++.
+        """Return the aspect in which the announced arguments disagree; None if they match.
+        Signatures that agree are remembered, also in C++.
         """
         blobs = {rank: blob for rank, _, blob in announced if blob is not None}
         if (

@@ -93,7 +93,7 @@ def group_name(label: str | None) -> str:
 
 
 class WordedRefusal(NamedTuple):
-    """What is refused, as data, and the message."""
+    """A refusal as data, and its message."""
 
     refusal: Refusal
     text: str

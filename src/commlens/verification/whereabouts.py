@@ -1,4 +1,4 @@
-"""What ranks of this node are doing, from outside of their processes. No torch."""
+"""The activities of this node's ranks, seen from outside of their processes. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SAMPLE_EVERY_S: Final = 0.1
 
 
 def whereabouts(folder: Path, pids: Mapping[int, int], *, watch: bool = True) -> dict[int, str]:
-    """Return what ranks are doing, by rank; "" if unknown. A rank's watchdog thread recorded the
-    line of its main thread.
+    """Return the activity of each rank, by rank; "" if unknown. A rank's watchdog thread recorded
+    the line of its main thread.
 
     Args:
         folder: the job's folder of black boxes.

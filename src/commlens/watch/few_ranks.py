@@ -44,8 +44,8 @@ class AskableNodes(Protocol):
     def gather(
         self, read: Callable[[int, bytes], Any], *, of: Sequence[int], records: int
     ) -> tuple[dict[int, Any], list[Beat]]:
-        """Ask some for so many of the newest records of each rank. Returns what ``read`` makes of
-        the answers, by slot, and the nodes that did not answer.
+        """Ask some for so many of the newest records of each rank. Returns the answers, read by
+        ``read``, by slot, and the nodes that did not answer.
         """
 
 

@@ -1,5 +1,5 @@
-"""What the ranks of a job's other nodes are doing, for commands: of all of them, or of a few that
-stand for the others.
+"""The activities of the ranks of a job's other nodes, for commands: of all of them, or of a few
+that stand for the others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WINDOW_S: Final = 0.4
 
 
 class OtherNodes(NamedTuple):
-    """What is known of the other nodes of a job."""
+    """The known facts about the other nodes of a job."""
 
     logs: Sequence[RankLog] = ()  # of the ranks whose node answered, without those of this node
     lines: Sequence[str] = ()  # about the nodes that did not, in sentences
@@ -104,7 +104,7 @@ def _ask_others(
 
 
 def _of_few(few: FewRanks, nodes: AskedNodes, here: Sequence[int]) -> OtherNodes:
-    """Return what is known of all nodes by a few ranks of each state."""
+    """Return the known facts about all nodes, inferred from a few ranks of each state."""
     told = few.alike.others.union(log.rank for log in few.logs)
     silent = [beat for beat in nodes.others if not told.issuperset(beat.ranks)]
     return OtherNodes(
@@ -123,8 +123,8 @@ def _lines(
     *,
     unread: str = "",
 ) -> list[str]:
-    """Return what could not be read, and what the nodes said last that did not answer or have
-    left.
+    """Return sentences about the evidence that could not be read, and the last words of nodes that
+    did not answer or have left.
     """
     left = [beat for beat in nodes.beats if beat.finished]
     return [

@@ -99,7 +99,7 @@ class Slowness:
         return self._paces[-1] if self._paces else None
 
     def poll(self, members: Sequence[Member], nodes: Nodes, now: float) -> list[Verdict | Line]:
-        """Take a sample if it is time, and compare it with the other nodes'. Returns what is new: a
+        """Take a sample if it is time, and compare it with the other nodes'. Returns the news: a
         verdict, or a line.
         """
         news: list[Verdict | Line] = []

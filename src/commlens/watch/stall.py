@@ -103,7 +103,7 @@ class OpenWait(NamedTuple):
 
 
 def waits(members: Sequence[Member]) -> list[OpenWait]:
-    """Return what each living rank is waiting in, or seems to be."""
+    """Return the call in which each living rank waits, or seems to wait."""
     found: list[OpenWait] = []
     timeouts = sorted(member.status.timeout_s for member in members if member.status is not None)
     usual_s = timeouts[len(timeouts) // 2] if timeouts else 0.0  # one may be damaged
@@ -503,7 +503,7 @@ class StallDetector:
         *,
         rest_s: float = 0.0,
     ) -> bool:
-        """Add what a check before the stall timeout found. Returns whether to report it: what
+        """Add the verdict of a check before the stall timeout. Returns whether to report it: what
         blocks the ranks is certain, the whole job stands still, and it was not reported before.
 
         Args:
@@ -563,8 +563,8 @@ class StallDetector:
         return True
 
     def add_verdict(self, check: Check, verdict: Verdict) -> bool:
-        """Add what a check found. Returns whether to report it: it is a fault or a long wait, is
-        confirmed, and was not reported before.
+        """Add the verdict of a check. Returns whether to report it: it is a fault or a long wait,
+        is confirmed, and was not reported before.
         """
         stall = self.stall
         assert stall is not None

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|/dev/shm/\S+|\d+")
 
 
 class _Alike(NamedTuple):
-    """What processes have in common that ended in the same way."""
+    """The properties that are equal for processes that ended in the same way."""
 
     why: Why
     how: How

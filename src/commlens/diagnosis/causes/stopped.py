@@ -8,7 +8,7 @@ from typing import Literal
 from commlens.model.sender import Sender
 
 StoppedBy = Literal["unknown", "system", "process"]
-"""What sent the signal.
+"""The sender of the signal.
 
 ``unknown``: nobody saw it, or a terminal that went away. ``system``: probably a scheduler: root, or
 a process outside the container. ``process``: any other one, which is named.

@@ -1,6 +1,5 @@
-"""What is found of a job as a whole, where no rank waits for another: no fault, a standstill
-outside of collectives, collectives that ranks did not issue, latent faults, and waits that nothing
-explains.
+"""The causes for a job as a whole, if no rank waits for another: no fault, a standstill outside of
+collectives, collectives that ranks did not issue, latent faults, and waits that nothing explains.
 """
 
 from __future__ import annotations

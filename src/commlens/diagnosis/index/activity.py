@@ -68,7 +68,7 @@ State = Literal[
     "was-ended",
     "in-another-group",
 ]
-"""What keeps a rank outside of collectives.
+"""The kind of work that keeps a rank outside of collectives.
 
 ``runs``: its own code, as far as is known. ``expected-slow``: in a block that the program marked.
 ``debugged``: a debugger has stopped it. ``ended``: by itself or because of a peer. ``was-ended``:
@@ -102,7 +102,7 @@ SignKind = Literal[
 
 
 class Sign(NamedTuple):
-    """What shows that a rank works, or does not."""
+    """The evidence that a rank works, or does not."""
 
     kind: SignKind
     amount: float = 0.0  # seconds, bytes, or a fraction
@@ -122,12 +122,12 @@ class FrameClass(NamedTuple):
 
     @property
     def sign(self) -> Sign:
-        """What shows the class."""
+        """The evidence for the class."""
         return Sign("on-stack", frame=self.frame) if self.frame is not None else Sign("in-init")
 
 
 class Activity(msgspec.Struct):
-    """What a rank is doing."""
+    """A rank's activity, and the evidence for it."""
 
     why: Why
     works: bool  # visibly, so no fault is claimed

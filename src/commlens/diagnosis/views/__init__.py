@@ -1,1 +1,1 @@
-"""What is known of a job without a verdict: status, entries, differences of dumps."""
+"""Views of a job without a verdict: status, entries, differences of dumps."""

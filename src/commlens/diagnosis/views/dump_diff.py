@@ -31,8 +31,8 @@ _ORDER = ("still", "moved", "finished", "again", "only-before", "only-after")
 
 
 class JobTraits(msgspec.Struct, frozen=True):
-    """What one rank's dump tells of its job, and what does not change while the job runs. Empty or
-    0: unknown.
+    """The facts in one rank's dump about its job that do not change while the job runs. Empty or 0:
+    unknown.
     """
 
     name: str = ""

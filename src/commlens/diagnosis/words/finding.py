@@ -12,7 +12,7 @@ from commlens.model.verdict import Finding
 
 
 class Words(NamedTuple):
-    """What a finding says about its cause."""
+    """The words of a finding about its cause."""
 
     summary: str
     explanation: str = ""

@@ -30,7 +30,7 @@ _DO: dict[ErrorReport, tuple[str, str]] = {
     "dtype": ("passes a tensor of dtype {}", "pass tensors of dtype {}"),
     "parameters": ("passes {} to DDP", "pass {} to DDP"),
 }
-"""What one rank does, and what several do."""
+"""The verb for one rank, and for several."""
 
 
 def words(context: Context, case: Case[ToldByErrors]) -> Words:

@@ -64,7 +64,7 @@ _ENDINGS: Final[dict[JobEnding, tuple[str, str]]] = {
         " neither a time limit nor preemption",
     ),
 }
-"""What a line says, and the next step."""
+"""The statement of a line, and the next step."""
 
 
 def words(cause: ToldByLogs) -> Words:

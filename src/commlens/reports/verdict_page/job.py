@@ -31,7 +31,7 @@ _WAIT = {
     "failed": ("gave up waiting in {}", "gave up waiting in {}"),
     "unknown": ("may wait in {}", "may wait in {}"),
 }
-"""What one rank does in a collective, and what several do."""
+"""The verb for one rank in a collective, and for several."""
 _REFUSED = ("was refused {}", "were refused {}")  # by strict verification, before anything was sent
 _SEVERAL = (0, 1)  # any ranks: the verb is plural
 

@@ -60,7 +60,7 @@ def unpack_writes(content: bytes) -> Iterator[Change]:
 
 
 def proof(secret: str, nonce: str, side: str) -> str:
-    """Return what only a side that knows the secret can say to a nonce."""
+    """Return the answer to a nonce that only a side which knows the secret can give."""
     return hmac.new(secret.encode(), f"{side} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -112,7 +112,7 @@ class Connection:
         self.send(JSON, json.dumps(content).encode())
 
     def flush(self) -> None:
-        """Send more of what the other side has not taken."""
+        """Send more of the bytes that the other side has not taken."""
         del self._out[: self._try(self._out)]
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:

@@ -1,1 +1,1 @@
-"""What is sent elsewhere: verdicts and metrics."""
+"""Messages to other systems: verdicts and metrics."""

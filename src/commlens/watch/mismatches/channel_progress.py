@@ -12,7 +12,7 @@ from commlens.model.collective import Channel
 from commlens.watch.mismatches.signatures import SignatureId
 
 Issue = tuple[SignatureId, int, int]
-"""What a rank issues under a sequence number: signature, stack and optimizer step."""
+"""A rank's call of one sequence number: signature, stack and optimizer step."""
 
 MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the slowest rank
 

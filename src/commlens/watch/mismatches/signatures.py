@@ -40,7 +40,7 @@ class BoundedCache(dict[Key, Value]):
 
 @dataclass(slots=True)
 class Signature:
-    """What a rank issues under one sequence number."""
+    """A rank's call of one sequence number, without its stack and step."""
 
     # the arguments of a collective or message, or those of every member of a coalesced group
     parts: tuple[CollectiveArgs, ...]

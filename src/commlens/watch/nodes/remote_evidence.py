@@ -37,7 +37,7 @@ class _RankEvidence(msgspec.Struct):
 
 
 class NodeEvidence(msgspec.Struct):
-    """What a node sent."""
+    """The evidence that a node sent."""
 
     host: str
     ranks: list[SavedRank] = []  # with their boxes, as they are saved in a dump
