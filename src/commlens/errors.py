@@ -130,8 +130,8 @@ class MissingDependency(CommlensError):
 
 @contextlib.contextmanager
 def needs_torch(feature: str) -> Iterator[None]:
-    """Import inside this context what a feature needs of torch. A failed import of commlens itself
-    is a bug, not a missing package, and is raised unchanged.
+    """Import torch inside this context, for a feature that needs it. A failed import of commlens
+    itself is a bug, not a missing package, and is raised unchanged.
 
     Raises:
         MissingDependency: another import failed.

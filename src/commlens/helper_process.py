@@ -12,7 +12,7 @@ _START_S = 10.0
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is not recorded, and in which torch loads nothing of
+    """Return the environment for a process that is not recorded, and in which torch does not load
     commlens.
     """
     others = {name: value for name, value in environ.items() if name != "COMMLENS"}
@@ -20,7 +20,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def python_path() -> str:
-    """Return ``PYTHONPATH`` for any working directory, on which a process finds this commlens."""
+    """Return a ``PYTHONPATH`` with which a process finds this commlens, from any working
+    directory.
+    """
     places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return os.pathsep.join(os.path.join(folder(), place) for place in places if place)  # noqa: PTH118 - keeps absolute ones
 
@@ -43,7 +45,8 @@ def start(
 ) -> int:
     """Run ``python -m module`` in a session of its own, with no input and no output.
 
-    It is no child of this process: a program that waits for its children must not meet one of ours.
+    The new process is no child of this one: a program that waits for its children must not find one
+    of ours among them.
 
     Args:
         module: the module.
@@ -51,7 +54,7 @@ def start(
         environ: all of its environment.
         cwd: its working directory; this one by default.
         pass_fds: file descriptors that stay open in it.
-        is_silent: it has no standard error, either; else this process's.
+        is_silent: discard its standard error; else it writes to this process's.
 
     Returns:
         Its pid.

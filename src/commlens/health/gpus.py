@@ -60,7 +60,7 @@ _RENAMED: Final = {
     "clocks_event_reasons.active": "clocks_throttle_reasons.active",
     "clocks.current.sm": "clocks.sm",
 }
-"""Column -> the field that was asked for, where the command names it otherwise (driver 580)."""
+"""The requested field of each column that has another name than its field (driver 580)."""
 
 _TEXTS: Final = frozenset({"name", "address"})
 
@@ -73,7 +73,7 @@ class Gpus:
             are read from a file.
 
     Raises:
-        UnreadableError: there are GPUs, and nothing that reads them.
+        UnreadableError: there are GPUs, but neither a library nor a command that reads them.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
@@ -103,7 +103,7 @@ class Gpus:
         return found
 
     def close(self) -> None:
-        """Let go of the devices. Nothing can be read any more."""
+        """Release the devices. Afterwards nothing can be read."""
         if isinstance(self._nvidia, _Nvml):
             self._nvidia.close()
 
@@ -199,7 +199,7 @@ class _Smi:
 
     def __init__(self, program: str) -> None:
         self._program = program
-        # one field that the driver does not know, and it tells nothing
+        # one field that the driver does not know, and it prints nothing
         sets = (list(_SMI_NAMES), [name for name in _SMI_NAMES if name not in _SMI_RECENT])
         self._fields = next((fields for fields in sets if self._gpus(fields)), [])
         if not self._fields:
@@ -240,7 +240,7 @@ def _smi() -> _Smi:
 
 
 def gpus_in_csv(text: str) -> Values:
-    """Return what a table of ``nvidia-smi --format=csv`` tells of each GPU."""
+    """Return the values of each GPU in a table of ``nvidia-smi --format=csv``."""
     values: Values = {}
     for row in _rows(text):
         found: dict[str, Value] = {}
@@ -292,7 +292,7 @@ def _cell(text: str, *, is_text: bool) -> Value | None:
 
 
 def read_amd(root: Path) -> Values:
-    """Return what AMD's driver tells in /sys of each of its GPUs."""
+    """Return the values of each AMD GPU, as its driver shows them in /sys."""
     values: Values = {}
     for card in folders(root / "sys/class/drm"):
         device = card / "device"
@@ -315,7 +315,7 @@ def read_amd(root: Path) -> Values:
 
 
 def _amd_errors(device: Path) -> dict[str, Value]:
-    """Return how many errors of memory an AMD GPU has counted, of those kinds that it counts."""
+    """Return the counts of an AMD GPU's memory errors, for the kinds of errors that it counts."""
     lines = [
         line.partition(":")
         for file in folders(device / "ras")
@@ -333,7 +333,7 @@ def _amd_errors(device: Path) -> dict[str, Value]:
 
 
 def amd_processes(root: Path) -> dict[int, str]:
-    """Return the GPU of each process that has memory on one of AMD's, by pid."""
+    """Return the AMD GPU on which each process has memory, by pid."""
     kfd = root / "sys/class/kfd/kfd"
     addresses: dict[str, str] = {}
     for node in folders(kfd / "topology/nodes"):

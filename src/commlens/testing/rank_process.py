@@ -21,8 +21,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(result_file: Path, meeting: str, timeout_s: float) -> int:
-    """Read the call from standard input, make it with a default group, and leave its result in a
-    file. Return the exit status.
+    """Read a function call from standard input, run it with a default group, and leave its result
+    in a file. Return the exit status.
     """
     parent, path, call = pickle.load(sys.stdin.buffer)
     # a test that is killed leaves no rank behind
@@ -46,10 +46,10 @@ def main(result_file: Path, meeting: str, timeout_s: float) -> int:
         text = "".join(traceback.format_exception(type(error), error, shown))
         kind = traceback.format_exception_only(type(error), error)[-1].strip().rstrip(".")
         with contextlib.redirect_stderr(io.StringIO()):
-            sys.excepthook(type(error), error, shown)  # which records it
+            sys.excepthook(type(error), error, shown)  # the hook of commlens records the error
         _leave(result_file, {"error": text, "kind": kind, "at": moment})
         sys.stdout.flush()
-        os._exit(1)  # at once, so that the other ranks do not wait for this one: exit handlers may
+        os._exit(1)  # exit handlers may wait, and the other ranks would wait for this one
 
 
 def _call(function: Any, args: Any, meeting: str, timeout_s: float) -> Any:

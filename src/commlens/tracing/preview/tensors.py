@@ -26,7 +26,7 @@ from commlens.tap.running_frames import user_frame
 from commlens.tracing.patches import Patches
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
-_AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+_AFTER_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _NO_COLLECTIVES = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _COMPARISONS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
@@ -35,12 +35,14 @@ READS = (_SCALAR, *_COMPARISONS)
 
 
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
-    """torch's FakeTensorMode, except that it invents the values that the program reads, and records
-    where.
+    """torch's FakeTensorMode, but it invents the values that the program reads, and records the
+    lines that read them.
     """
 
     issues_collectives = True
-    """The tap sees them: ``tracing/fake_tensors.py`` must not report them again."""
+    """Collectives on its tensors reach the tap, so ``tracing/fake_tensors.py`` must not report them
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -76,7 +78,7 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
 
 
 class FakeTensors:
-    """Fake tensors, and the patches with which collectives work on them."""
+    """Fake tensors, and the patches that let collectives work on them."""
 
     def __init__(self) -> None:
         self.mode = PreviewTensors()
@@ -129,7 +131,7 @@ def _functional_kernel(op: Any) -> Callable[..., Any]:
     redispatch = op._handle.redispatch_boxed
 
     def commlens_preview(keys: Any, *arguments: Any) -> Any:
-        return redispatch(_CPU if keys.has(DispatchKey.Meta) else keys & _AFTER, *arguments)
+        return redispatch(_CPU if keys.has(DispatchKey.Meta) else keys & _AFTER_SELECT, *arguments)
 
     return commlens_preview
 
@@ -150,7 +152,7 @@ def run_on_real_tensors(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _format(original: Any, tensor: torch.Tensor, spec: str) -> str:
-    """Format a fake number as the number that it stands for: torch refuses any format."""
+    """Format a fake number like the number in its place: torch refuses to format it."""
     if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
         return format(tensor.item(), spec)
     return str(original(tensor, spec))

@@ -65,15 +65,15 @@ class Metrics:
         hardware: Mapping[str, int] = MappingProxyType({}),
         hardware_now: Mapping[str, Values] = MappingProxyType({}),
     ) -> None:
-        """Take new readings, and write the file, if metrics are asked for and it is time.
+        """If metrics are wanted and due, take new readings, and write the file.
 
         Args:
             members: the ranks.
             stall: the suspicious wait, if there is one.
             slowness: the ranks' pace.
             not_compared: records that deferred verification left out.
-            hardware: how many changes of the node's hardware were seen, by fault.
-            hardware_now: the values of the last look at it, by source.
+            hardware: number of changes of the node's hardware seen so far, by fault.
+            hardware_now: the newest values of the hardware, by source.
         """
         now = time.monotonic()
         if self._file is None or now < self._due:
@@ -234,7 +234,7 @@ class Metrics:
 
 
 def _links(hardware: Mapping[str, Values]) -> dict[str, float]:
-    """Return 1 for each network port that works, and 0 for each other."""
+    """Return 1 for each network port that works, and 0 for each other port."""
     return {
         part: float(values["state"] == good)
         for source, good in WORKING.items()
@@ -244,7 +244,7 @@ def _links(hardware: Mapping[str, Values]) -> dict[str, float]:
 
 
 def _gpus(hardware: Mapping[str, Values], name: str) -> dict[str, float]:
-    """Return a value of each GPU that tells it."""
+    """Return a value of each GPU that reports it."""
     return {
         gpu: float(value)
         for gpu, values in hardware.get("gpu", {}).items()

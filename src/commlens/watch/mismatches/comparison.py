@@ -112,7 +112,7 @@ class SignatureComparison:
         return found
 
     def digests(self) -> dict[str, list[Blocks]]:
-        """Return the digests of the channels that other nodes have ranks on, by a name that is the
+        """Return the digests of the channels that have ranks on other nodes, by a name that is the
         same on all nodes.
         """
         return {
