@@ -109,7 +109,10 @@ class WorkNCCL : public c10d::Work {
   }
 
   bool isCompleted() override { return operation_->failure() || operation_->end->query(); }
-  bool isSuccess() const override { C10_THROW_ERROR(NotImplementedError, "WorkNCCL::isSuccess() is deprecated"); }
+  bool isSuccess() const override {
+    if (has_completion_hooks.load()) return !operation_->failure();
+    C10_THROW_ERROR(NotImplementedError, "WorkNCCL::isSuccess() is deprecated");
+  }
   std::exception_ptr exception() const override { return operation_->failure(); }
 
   void synchronize() override { Device::get().join_compute_stream(operation_->kernel->number); }

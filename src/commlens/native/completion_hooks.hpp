@@ -48,8 +48,8 @@ class CompletionHooks {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       // It may have completed before its call returned. An earlier one with this key belongs to another Work: keys may be addresses.
-      for (const auto& early : early_)
-        if (early.first == *key && early.second >= since) done = early.second;
+      for (auto early = early_.rbegin(); early != early_.rend() && early->second >= since && !done; ++early)
+        if (early->first == *key) done = early->second;
       if (!done) in_flight_[*key] = flight;
     }
     if (done) finish(*flight, done);
@@ -114,8 +114,8 @@ class CompletionHooks {
 
   Box& box_;
   std::mutex mutex_;
-  std::unordered_map<uint64_t, FlightPtr> in_flight_;     // by the key of its Work
-  std::deque<std::pair<uint64_t, uint64_t>> early_;       // keys that completed and were not known, and when
+  std::unordered_map<uint64_t, FlightPtr> in_flight_;  // by the key of its Work
+  std::deque<std::pair<uint64_t, uint64_t>> early_;    // keys that completed and were not known, and when
   std::atomic<uint64_t> progress_{0};
 };
 

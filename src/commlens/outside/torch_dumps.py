@@ -51,7 +51,11 @@ def take_dumps(ranks: Sequence[RankProcess]) -> TorchDumps:
                 files[f"torch_dump_rank_{rank}"] = content
                 del waiting[rank]
         time.sleep(0.1)
-    notes = [f"Rank {rank}: torch's pipe for dumps has no reader." for rank in unread]
+    notes = [
+        f"Rank {rank}: torch's pipe for dumps has no reader; the NCCL backend of torch 2.15 opens"
+        " none."
+        for rank in unread
+    ]
     notes += [
         f"Rank {rank}: torch did not dump within {_WAIT_S:.0f} s after it was asked to."
         for rank in waiting

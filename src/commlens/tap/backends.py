@@ -89,7 +89,7 @@ def completion_of(backend: Any) -> Completion:
         return "call"
     if hooks is True:
         return "hooks"
-    if hasattr(backend, "uid"):
+    if isinstance(getattr(backend, "uid", None), int | property):
         return "status"
     return "hooks" if hooks else "unknown"
 

@@ -27,6 +27,7 @@ def of(**attributes: Any) -> Backend:
         ({"uid": 3, "supports_completion_hooks": False}, ("status", "3", "", True)),
         ({"supports_completion_hooks": True}, ("hooks", "", "nccl2", False)),  # since 2.15
         ({"supports_completion_hooks": False}, ("unknown", "", "", True)),  # ucc, plugins
+        ({"uid": "a name"}, ("unknown", "", "", True)),
         ({}, ("unknown", "", "", True)),
     ],
 )
@@ -49,7 +50,7 @@ def test_a_backend_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_class_hooks_are_assumed_if_nothing_else_tells() -> None:
     hooks = property(lambda self: False)
-    legacy = type("Legacy", (), {"uid": 1, "supports_completion_hooks": hooks})
+    legacy = type("Legacy", (), {"uid": hooks, "supports_completion_hooks": hooks})
     newer = type("Newer", (), {"supports_completion_hooks": hooks})
     assert [completion_of(kind) for kind in (legacy, newer, object)] == [
         "status",
