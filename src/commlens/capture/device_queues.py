@@ -3,11 +3,12 @@ device waits in.
 
 The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it
 would keep tensors alive, and polling it queries an event, which breaks the capture of a CUDA graph.
-torch's own recorder knows how far each backend is. It is asked only when a group has issued nothing
-for seconds while something of it may be in flight, and rarely while the group is busy: then the
-answer tells what has completed, and of the rest only what has long been in flight, because it may
-complete long before the next answer. Of a backend with completion hooks, only the entries of its
-recorder tell (:mod:`commlens.tap.backends` decides it): they are read while the group is quiet.
+torch's own recorder knows how far each backend is. It is asked when a group has issued nothing for
+seconds while one of its ops may be in flight. While the group is busy, it is asked rarely. Then the
+answer shows the ops that have completed, and of the others only those that have long been in
+flight: the rest may complete long before the next answer. Of a backend with completion hooks, only
+the entries of its recorder tell (:mod:`commlens.tap.backends` decides it): they are read while the
+group is quiet.
 """
 
 from __future__ import annotations

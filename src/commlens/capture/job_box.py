@@ -325,8 +325,8 @@ def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
 
 
 def end_watcher(pid: int, job_dir: Path | None) -> None:
-    """End a watcher that this process started, so that another one can be started with other
-    settings; 0: there is none.
+    """End the watcher that this process started, so that one with other settings can be started; 0:
+    there is none.
     """
     if pid and job_dir is not None and b"commlens.watch" in _command_line(pid):
         os.kill(pid, signal.SIGTERM)

@@ -42,7 +42,7 @@ def record_exception(
     file.
 
     The message of a refusal is the same on all ranks: the first rank of a node that ends with it
-    prints it, the others refer to that rank.
+    prints it; the other ranks only refer to that rank.
     """
     refusal = _refusal_in(error)
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]

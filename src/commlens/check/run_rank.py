@@ -219,7 +219,7 @@ def warm_up() -> None:
 
 
 def import_modules(names: tuple[str, ...]) -> None:
-    """Import what one rank imported, so that the others need not."""
+    """Import the modules that one rank imported, so that the other ranks' processes share them."""
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)

@@ -102,9 +102,7 @@ UnseenKind = Literal[
 
 
 class Unseen(msgspec.Struct, frozen=True):
-    """The program does something that a run of one rank alone does not show, so that it is not
-    proven that nothing hangs there.
-    """
+    """The program does something that a run of one rank cannot show, so it may hang there."""
 
     what: UnseenKind
     frame: Frame | None  # the user's line

@@ -45,8 +45,8 @@ def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
     """Correct the times of hosts whose clocks provably differ from that of the first log's host.
     The logs are changed in place.
 
-    A host that has completed no collective together with the others keeps its times, and so does
-    one whose clock may be right.
+    A host keeps its times if it has completed no collective together with the others, or if its
+    clock may be right.
 
     Returns:
         How far each of the corrected hosts' clocks was ahead, in ns.

@@ -70,8 +70,8 @@ def _index(process: RankOfNode, gpus: int) -> int:
 def networks(
     environment: Mapping[str, str], sources: Sources, went_down: Collection[str] = ()
 ) -> list[str]:
-    """Return the interfaces that the job uses: of those that were up, the ones that its environment
-    chooses, or all.
+    """Return the interfaces that the job uses: of the adapters that were up, those that its
+    environment chooses, or all.
 
     Args:
         environment: of a rank.

@@ -614,8 +614,8 @@ do not tell them. ``undecided``: nothing chooses between the sides. ``routine-ma
 
 
 class Mismatch(Cause, tag="mismatch", kw_only=True):
-    """Ranks that met in one collective or message and disagree on it, in what the kind tells; or
-    that are out of step, if the kind is ``missing``.
+    """Ranks that met in one collective or message and disagree on it in the aspect that the kind
+    names; or that are out of step, if the kind is ``missing``.
     """
 
     group: GroupRef | None
@@ -962,7 +962,7 @@ had another size than its receiver expects. ``barrier``: ranks did not come to a
 
 
 class ToldByErrors(Cause, tag="told-by-errors", kw_only=True):
-    """Ranks that the errors of others name, or that differ according to them."""
+    """Ranks that other ranks' errors name, or that differ according to these errors."""
 
     report: ErrorReport
     raised: list[Rank]  # the error

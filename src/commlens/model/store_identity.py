@@ -45,8 +45,8 @@ def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:
 
 
 def joined_runs(runs: Mapping[_Run, Iterable[RankLog]], first: _Run) -> set[_Run]:
-    """Return the runs that groups made by hand join with the first one, directly or through others,
-    and that one.
+    """Return the first run, and all runs that groups made by hand join with it, directly or through
+    other runs.
     """
     if len(runs) == 1:
         return {first}

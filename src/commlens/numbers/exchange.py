@@ -1,6 +1,6 @@
-"""Sends what this rank has measured to the lowest of the ranks that take part, which compares what
-all of them have sent: in a thread of its own, so that no rank waits for another one. Nothing here
-is sent through a process group.
+"""Sends this rank's measures to the lowest of the ranks that take part, which compares the measures
+of all: in a thread of its own, so that no rank waits for another one. Nothing here is sent through
+a process group.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def _dead(job: SeenJob) -> Found[Dead]:
 
 
 def _absent(job: SeenJob) -> list[Found[Missing | Working]]:
-    """Find the ranks that stand in no call while others wait, those at one place together. Leave
-    out ranks that work, unless all of them do.
+    """Find the ranks that are in no call while others wait, grouped by place. Leave out ranks that
+    work, unless all of them do.
     """
     places: dict[object, list[RankSample]] = defaultdict(list)
     for one in job.outside:
@@ -105,7 +105,9 @@ def _place_of(doing: Activity) -> object:
 
 
 def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
-    """Return how sure it is that the ranks outside of calls are to blame, and what limits that."""
+    """Return the confidence that the ranks outside of calls are to blame, and the reason why it is
+    not higher.
+    """
     if places > 1 or len(job.outside) > len(job.stuck):
         return "low", "many-outside"
     whole = len(job.samples) - len(job.unread) == job.world

@@ -248,8 +248,8 @@ def _find_stuck_inside(job: SeenJob) -> Found[StuckInside]:
 
 
 def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:
-    """Return the only rank whose loop variable differs from the value that all others have, of two
-    ranks the one that is ahead; None if there is none.
+    """Return the only rank whose loop variable differs from all others', or the one of two ranks
+    that is ahead; None if there is none.
     """
     for name in members[0].counters:
         values = {one.counters[name]: one.rank for one in members if name in one.counters}

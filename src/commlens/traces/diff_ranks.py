@@ -41,7 +41,9 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> TraceComparison:
 
 
 def _combined(by_rank: Mapping[int, TraceComparison]) -> TraceComparison:
-    """Add up the comparisons of several ranks; what only some of them have names them."""
+    """Add up the comparisons of several ranks; a change that only some ranks have names these
+    ranks.
+    """
     comparison = TraceComparison()
     changes: dict[tuple[str, str], Change] = {}
     notes: dict[str, list[int]] = {}

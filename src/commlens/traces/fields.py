@@ -52,8 +52,8 @@ def _module(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
 
 
 def _mesh_dim(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
-    """Match a mesh dimension; also a group without one by the name that stands for it in tables,
-    such as ``default``.
+    """Match a mesh dimension; for a group without a mesh dimension, its name in tables, such as
+    ``default``.
     """
     return bool(wanted == group.mesh_dim) or (
         group.mesh_dim is None and wanted is not None and wanted == wording.label(group)

@@ -179,8 +179,8 @@ def step_times(data: TraceData) -> list[tuple[int, int]]:
 
 
 def whole_steps(data: TraceData) -> list[int]:
-    """Return the steps whose time is known: those that are followed by another one, without the
-    first if there are others.
+    """Return the steps whose time is known: the steps that are followed by another step, without
+    the first one if there are more.
     """
     first = _first_moments(data)
     whole = [step for step in sorted(first) if step + 1 in first]

@@ -67,8 +67,8 @@ class Patches:
             self._aliased[id(original)] = original, value
 
     def replace_aliases(self) -> None:
-        """Replace what was wrapped or replaced so far under every name that any module has for
-        them.
+        """Replace the functions that were wrapped or replaced so far under all their other names,
+        in all modules.
         """
         aliased, self._aliased = self._aliased, {}
         for module in list(sys.modules.values()):

@@ -52,8 +52,8 @@ class Cycles:
             rank = following
 
     def chain(self, ranks: Iterable[int], longer_than_ns: int) -> list[Step]:
-        """Return the waits that lead from late ranks to those that hold them up. Each step is by a
-        rank that the step before lacks.
+        """Return the chain of waits from late ranks to the ranks that hold them up. Each step is by
+        a rank that the step before lacks.
 
         Args:
             ranks: the late ranks. If one of them does not wait, there is no chain.

@@ -1,8 +1,8 @@
 """Which collectives are compared if not all of them are.
 
-All of them are announced, so a rank that compares one always finds the others' announcements. The
-choice follows from the sequence number and from the rank's own past: in a program whose ranks
-agree, all of them choose the same without communicating.
+All collectives are announced, so a rank that compares one always finds the other ranks'
+announcements. The choice follows from the sequence number and from the rank's own past: in a
+program whose ranks agree, all of them choose the same without communicating.
 """
 
 from __future__ import annotations

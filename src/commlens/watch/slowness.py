@@ -117,7 +117,9 @@ class Slowness:
         return news
 
     def _rest_s(self, work: Callable[[], None]) -> float:
-        """Do some work, and return for how many seconds to rest, so that it costs little."""
+        """Do some work, and return the seconds to rest afterwards, so that watching costs
+        little.
+        """
         began = time.thread_time()
         work()
         return max(INTERVAL_S, (time.thread_time() - began) / CPU_SHARE)

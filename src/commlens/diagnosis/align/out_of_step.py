@@ -88,8 +88,8 @@ def line_of(op: Collective) -> Hashable:
 
 
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:
-    """Return whether a rank that issued ``own`` instead of ``expected`` skipped that one or issued
-    an extra one; empty if unknown.
+    """Return whether a rank that issued ``own`` instead of ``expected`` skipped ``expected`` or
+    issued an extra op; empty if unknown.
 
     Unlike a shift, this can be seen while the others still wait in ``expected``, and their next
     collective is unknown.
@@ -303,8 +303,8 @@ def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: 
     """Return the number of the first extra collective, which may have paired up unnoticed before
     the first visible difference.
 
-    It comes from a line that the others did not issue from, and after it the rank's lines are those
-    of the others again.
+    It comes from a line at which the other ranks issued nothing, and after it the rank's lines are
+    the same as theirs again.
     """
     for number in range(start - 1, max(min(track.ops), start - _EARLIER) - 1, -1):
         own, other, later = track.ops.get(number), usual.get(number), track.ops.get(number - by)

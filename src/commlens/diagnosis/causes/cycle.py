@@ -57,8 +57,8 @@ _CONFIDENCE: dict[BlamedBy, Confidence] = {
     "undecided": "low",
 }
 Departures = dict[int, tuple[Collective, Collective | None]]
-"""By rank: the op with which it leaves the usual order, and the op that it, or else the others,
-used to issue in its place.
+"""By rank: the op with which it leaves the usual order, and the op that it used to issue in that
+place, or that the others issue there.
 """
 Path = list[tuple[WaitNode, WaitNode, Edge]]
 

@@ -101,7 +101,7 @@ def find_deaths(
 def _groups(
     context: Context, sinks: Mapping[int, WaitNode], told: frozenset[int]
 ) -> dict[_Alike, list[int]]:
-    """Return the ranks that ended, those that did so in the same way together."""
+    """Return the ranks that ended, grouped by the way in which they ended."""
     groups: dict[_Alike, list[int]] = defaultdict(list)
     for rank, view in sorted(context.job.views.items()):
         end = view.exit
@@ -128,7 +128,7 @@ def _alike(end: ProcessExit) -> _Alike:
 def _keep_the_first(
     context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
 ) -> None:
-    """Of ranks that are gone, drop those that seem to have been ended because of the others: the
+    """Of the ranks that are gone, drop those that were probably ended because others had ended: the
     order in which they ended is unknown.
 
     A refusal that a rank raised before says which rank had ended by then. While a rank lives, one

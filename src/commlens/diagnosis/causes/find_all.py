@@ -110,8 +110,8 @@ def _find_stuck(context: Context, sinks: Sequence[WaitNode]) -> None:
 
 
 def _demote_behind_groups(groups: Sequence[Case[Any]], others: Sequence[Case[Any]]) -> None:
-    """Demote what was found with groups that are not what the program takes them for, or that
-    could not be made.
+    """Demote the causes in groups that differ from what the program expects, or that could not be
+    made.
     """
     for case in groups:
         for other in others:

@@ -72,7 +72,9 @@ def _add_first_that_differs(context: Context, calls: _Calls, held: list[int]) ->
 
 
 def _add_first_not_called(context: Context, calls: _Calls, held: list[int]) -> bool:
-    """Add the first call of new_group that some ranks wait in, while others went on without it."""
+    """Add the first call of new_group in which some ranks wait although others went on without
+    it.
+    """
     views = context.job.views
     for (_, name, _), ops in sorted(calls.items()):
         others = [

@@ -417,8 +417,8 @@ def _fits_cause(cause: StuckInside | Missing | Dead, place: _NodePart, event: He
 
 
 def _went_on(context: Context, ranks: Sequence[int], event: HealthEvent) -> bool:
-    """Return whether one of these ranks completed a collective that it issued after the event, so
-    that the event did not stop it.
+    """Return whether the event did not stop one of these ranks: it completed a collective that it
+    issued after the event.
     """
     since_ns = event.at_ns + int(_WENT_ON_S * _S)
     views = [context.job.views[rank] for rank in ranks if rank in context.job.views]
@@ -436,7 +436,7 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
 
 
 def _merge_changes(found: Iterable[Hardware]) -> Collection[Hardware]:
-    """Return the changes, those of one kind in one place as one."""
+    """Return the changes; several of one kind in one place are merged into one."""
     by_place: dict[tuple[str, str, What, int], Hardware] = {}
     for one in found:
         key = (one.node, one.event.part, one.event.what, one.event.number)

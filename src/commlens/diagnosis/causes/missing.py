@@ -309,7 +309,7 @@ def _can_never_arrive(context: Context, absence: Absence, locked: Sequence[int])
 
 
 def _deadlocked(holders: Sequence[LockHolder]) -> list[int]:
-    """Return the ranks that wait for a lock which a rank holds that waits for them."""
+    """Return the ranks that wait for a lock while the lock's holder waits for them."""
     return [one.rank for one in holders if one.edge is not None]
 
 
@@ -364,7 +364,7 @@ def _confidence(
     refused: bool,
     extra_line: bool,
 ) -> tuple[Confidence, Doubt | None]:
-    """Return how sure it is who is to blame, and what limits that.
+    """Return the confidence in the culprits, and the reason why it is not higher.
 
     Args:
         context: the job.
@@ -438,8 +438,8 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
 
 
 def _ranks_that_came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
-    """Return the ranks that issued the collective that the missing ranks lack: those that wait in
-    it, and those that are done with it.
+    """Return the ranks that issued the collective that the missing ranks lack: the ranks that wait
+    in it, and the ranks that have completed it.
     """
     if extra is not None:
         return extra.ranks
@@ -477,8 +477,8 @@ def _first_surplus(track: Track, surplus: _Lines) -> Collective:
 
 
 def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
-    """Decide whom to blame: the ranks that are missing; of ranks that finished and ranks that wait
-    for them, those that did a round too few or too many.
+    """Decide whom to blame: the ranks that are missing; if some ranks finished and the others wait
+    for them, the ranks that ran one round too few or too many.
 
     The majority of the group decides; else how often all ranks of the job came to these lines; else
     the ranks' routine.
@@ -573,8 +573,8 @@ def _lock_holders(context: Context, absence: Absence) -> list[LockHolder]:
 
 
 def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
-    """Return whether a waiting rank issued nothing from this line before, so that it is not one
-    more iteration.
+    """Return whether a waiting rank issued nothing from this line before: then it is not one more
+    iteration.
     """
     view, op = context.job.views[edge.rank], edge.op
     if op.is_point_to_point or op.source is None or view.wrapped:

@@ -27,7 +27,7 @@ _KINDS: dict[ErrorReport, Kind] = {
 
 
 def find_told_by_errors(context: Context, sinks: Mapping[int, WaitNode]) -> frozenset[int]:
-    """Find the ranks whose errors say that ranks differ, or that one failed.
+    """Find the errors that say that ranks differ, or that a rank failed.
 
     Returns:
         The ranks that ended with such an error, and need no other cause.
@@ -98,8 +98,9 @@ def _differ(
 
 
 def _is_contradicted(claims: Mapping[int, Claim]) -> bool:
-    """Return whether ranks read a number of parameters of another one that is 0, which DDP refuses
-    before, or that is not the one which that rank itself tells.
+    """Return whether the errors' numbers of parameters cannot be true: a rank read 0 from another
+    rank, although DDP refuses a model without parameters before; or it read another number than
+    that rank's own error says.
     """
     own = {rank: value for claim in claims.values() for rank, value in claim.values[:1]}
     read = {told for claim in claims.values() for told in claim.values[1:]}

@@ -1,13 +1,13 @@
-"""Ranks in one state, of which some are examined and the others are only counted.
+"""Ranks that are in the same state: some are examined, the others only counted.
 
 The groups of the examined ranks are cut down to the ranks that matter, the job is diagnosed as
 always, and what was found is said of all ranks. Such a verdict counts only if it blames ranks that
 were all examined: then no majority and no absence can depend on those that were not.
 
 Ranks share the key of a state if they wait in the same collective, or in the same place of small
-groups of one kind, with the same arguments, at the same lines, after the same number of records,
-the newest of which are alike: the same ops in groups of one kind. All other ranks have none: those
-that do not wait, have ended, failed or cannot be read are examined one by one.
+groups of one kind. Their arguments, lines and numbers of records must be the same, and their newest
+records alike: the same ops in groups of one kind. All other ranks have none: those that do not
+wait, have ended, failed or cannot be read are examined one by one.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ def awaited_others(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
     """Return the ranks that were not examined, but that an examined one may wait for or exchange
     messages with. Without their records, the wait would be followed to the wrong end.
 
-    A rank that is in the state of an examined one has issued as many collectives as that one, in
+    A rank in the same state as an examined rank has issued the same number of collectives, in
     groups of one kind.
 
     Args:

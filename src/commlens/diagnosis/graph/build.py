@@ -174,9 +174,7 @@ class _GraphBuilder:
             self._follow_collective(view, node, op)
 
     def _caused_refusals(self, op: Collective) -> bool:
-        """Return whether the rank's absence got its peers refused before it arrived, so that it is
-        not a victim.
-        """
+        """Return whether the rank is no victim: its peers were refused as it had not arrived."""
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
         first = self._arrivals(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns

@@ -257,10 +257,9 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
     """Return the rank that should write the key that ``op`` waits for; None if the records do not
     show it.
 
-    It is the only rank that has written keys of this kind, or of several that each write a key with
-    their own rank in it the one whose rank this key has, or the only one of the job that does not
-    wait for the key. For a store that is not made yet, it is the only one that is
-    in no call.
+    It is the only rank that has written keys of this kind; or, if several ranks each write a key
+    that holds their rank, the rank in this key; or the only rank of the job that does not wait for
+    the key. For a store that is not made yet, it is the only one that is in no call.
     """
     if not is_of_key(op):
         return _expected_maker(job, op)

@@ -237,8 +237,8 @@ def _label(group: ProcessGroup) -> str:
 
 
 def _names(runs: Sequence[Sequence[RankLog]]) -> list[str]:
-    """Return a name for each world: the one that its settings give, else what tells its command
-    line from the others', else a number.
+    """Return a name for each world: the name in its settings, else the part of its command line
+    that the other worlds' lack, else a number.
     """
     given = [max(log.world for log in logs) for logs in runs]
     commands = [_words(_script(logs)) for logs in runs]

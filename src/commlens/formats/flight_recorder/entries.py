@@ -54,8 +54,8 @@ class _Malformed(Exception):
 
 
 class _UnknownState(_Malformed):
-    """An entry's state has a name that no known version of torch writes, so that it is not known
-    whether it has ended.
+    """No known version of torch writes the name of an entry's state, so it is unknown whether the
+    op has ended.
     """
 
 

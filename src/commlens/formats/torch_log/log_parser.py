@@ -201,7 +201,7 @@ class LogParser:
         return self._ranks[rank]
 
     def add_line(self, line: str) -> None:
-        """Parse one line, or join it to the one before, whose message goes on in it."""
+        """Parse one line. If it continues the message of the line before, join it to that line."""
         if self._cut and self._joins(line):
             return
         self._flush()
@@ -225,7 +225,7 @@ class LogParser:
         return True
 
     def _flush(self) -> None:
-        """Parse the lines that were taken for one message whose end has not come, each as it is."""
+        """Parse each line on its own of a message whose end has not come."""
         parts, self._cut = self._cut, []
         for part in parts:
             self._add_whole_line(part)
@@ -335,7 +335,7 @@ class LogParser:
     def _set_exception(
         self, rank: int, about: _RankLines, text: str, frames: list[tuple[str, int, str]]
     ) -> None:
-        """Set the exception of a rank, and the one that caused it if a line says so."""
+        """Set a rank's exception, and the exception that caused it if a line names one."""
         cause = about.columns.exception if about.chained else ""
         by_launcher = any(_LAUNCHER.search(file) for file, _, _ in frames)
         if by_launcher and about.columns.exception and not about.columns.by_launcher:
@@ -427,8 +427,8 @@ class LogParser:
     # --- the result
 
     def columns(self) -> list[RankColumns]:
-        """Return the columns of each rank that a line names, also of one of which it tells nothing;
-        of no rank (-1) if there is none.
+        """Return the columns of each rank that a line names, even if the line says nothing else
+        about it; of no rank (-1) if there is none.
         """
         self._flush()
         self._split_by_group_rank()

@@ -169,7 +169,8 @@ class NcclLines:
 
     def ranks(self) -> dict[_Process, int]:
         """Return the global rank of each process: its rank in a communicator of the largest size,
-        else that which its lines' prefix or its launcher tells, of several processes to none.
+        else the rank in its lines' prefix or from its launcher, unless several processes have that
+        rank.
         """
         size, counts = self.world_size(), Counter(self._told.values())
         told = {process: rank for process, rank in self._told.items() if counts[rank] == 1}

@@ -25,8 +25,8 @@ functional_scope = _FunctionalScope()
 
 
 def counted_packet(event: RawEvent) -> Any:
-    """Return the packet under which to count a collective: that of its functional op if it has one,
-    else that of its ``c10d`` op.
+    """Return the packet under which to count a collective: the packet of its functional op if it
+    has one, else of its ``c10d`` op.
     """
     if event.functional is not None:
         return event.functional

@@ -128,8 +128,8 @@ class Objects(tap.Subscriber):
             return original(**given)
 
     def _run(self, deliver: Deliver, original: Any, given: dict[str, Any]) -> Any:
-        """Call torch's function in a context in which it receives what other ranks send it; in a
-        group of others it does nothing.
+        """Call torch's function in a context in which it receives the objects that other ranks
+        send; in a group of others it does nothing.
         """
         ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:

@@ -1,6 +1,6 @@
 """The relay of a node: strict verification between nodes. One rank of the node starts ``python -m
 commlens.verification.relay``.
 
-It is a process of its own, so that neither a rank that holds the GIL nor one that dies stops it. It
-imports no torch.
+It runs in a process of its own, so it does not stop if a rank holds the GIL or dies. It imports no
+torch.
 """

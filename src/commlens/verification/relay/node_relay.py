@@ -4,8 +4,8 @@ nodes share.
 The ranks of a node meet in shared memory and do not know of the network: the relay keeps a copy of
 every other node's boards in their folder (``boards/mirror.py``), rings the bells of the ranks
 there, and sends what its own ranks announce. The relay of rank 0's node is the hub: the other
-relays connect to it, and it passes on what each of them sends. It also decides which refusal of a
-collective was first, so that all ranks of all nodes raise the same text.
+relays connect to it, and it passes on the bytes that each of them sends. It also decides which
+refusal of a collective was first, so that all ranks of all nodes raise the same text.
 
 A node that is not heard of for ``LOST_S`` is given up for good, with one line: its ranks are no
 longer waited for.

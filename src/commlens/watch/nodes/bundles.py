@@ -80,8 +80,8 @@ class Bundles:
             client: of the meeting place.
             slots: of the nodes.
             now: ``time.monotonic()``.
-            direct: slots of which the bundled value is too late, because the node is asked for
-                something: their own values are read.
+            direct: slots whose bundled value would come too late, because the node has a request to
+                answer: their own values are read.
         """
         wanted: dict[int, list[int]] = {}
         for slot in slots:
