@@ -256,8 +256,8 @@ def examine_dumps(
 
 
 def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
-    """Add what the logs tell of the job as a whole: as its fault if the records show none, or show
-    only that its ranks were ended; else a reason for its end as a finding of its own.
+    """Add the facts in the logs about the job as a whole: as its fault if the records show none, or
+    show only that its ranks were ended; else a reason for its end as a finding of its own.
     """
     finding = finding_of(told, told_by_logs.words(told))
     missing = verdict.missing_evidence

@@ -200,13 +200,13 @@ def _read_files(
 
 
 def _notes_on_name(several: list[RankColumns], name: FileName) -> list[str]:
-    """Return why a log's name may not tell its rank, if nothing else does."""
+    """Return why a log's name may not show its rank, if no line does."""
     needs_name = any(one.rank < 0 and (name.sure or not one.of_job) for one in several)
     return [name.note] if needs_name and name.note else []
 
 
 def _complete(columns: RankColumns, source: Source, name: FileName) -> None:
-    """Add what the file's name tells, and what could not be read of it."""
+    """Add the facts in the file's name, and a note on the part that could not be read."""
     note = ""
     if not columns.of_job or name.sure:
         columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)

@@ -45,7 +45,7 @@ desync report names this rank as lagging.
 
 
 class EndingLine(NamedTuple):
-    """A line in which a scheduler, the kernel or a launcher tells why a job or a process ended."""
+    """A line in which a scheduler, the kernel or a launcher says why a job or a process ended."""
 
     ending: JobEnding
     text: str

@@ -1,4 +1,4 @@
-"""What changed on a node between two looks: events, made from differences of values."""
+"""The changes on a node between two looks: events, made from differences of values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _HealthChange(NamedTuple):
 
 
 _UNUSUAL: Final = 5.0
-"""A counter that always rises tells something only if it rises so many times faster than before."""
+"""A counter that always rises is evidence only if it rises so many times faster than before."""
 
 
 def _rose(least: float) -> Callable[[_HealthChange], bool]:
@@ -131,7 +131,7 @@ RULES: Final = [
 
 
 def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
-    """Return what happened between two looks.
+    """Return the events between two looks.
 
     Args:
         first: an earlier look, or the same as ``before``: it tells what is usual.

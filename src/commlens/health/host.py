@@ -75,7 +75,7 @@ def has_pressure(root: Path) -> bool:
 
 
 def _limits(root: Path) -> dict[str, Value]:
-    """Return the limits of this process's control group, and what of them is used."""
+    """Return the limits of this process's control group, and how much of each is used."""
     group = Cgroup.of(os.getpid(), root / "sys/fs/cgroup")
     values: dict[str, Value] = {}
     for folder in group.memory[:1]:

@@ -330,7 +330,7 @@ class KernelLog:
         return True
 
     def read_new(self, *, thorough: bool = False) -> list[HealthEvent]:
-        """Return what was logged since the last call.
+        """Return the events logged since the last call.
 
         Args:
             thorough: also ask systemd's journal, which starts a process.

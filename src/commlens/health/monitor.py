@@ -80,7 +80,7 @@ class NodeRecord:
         return self._last.taken_ns if self._last is not None else 0
 
     def add(self, look: Look, logged: Sequence[HealthEvent]) -> None:
-        """Add a look, and what the kernel has logged since the one before.
+        """Add a look, and the events that the kernel has logged since the look before.
 
         A source that was not read has not changed, as far as is known.
         """
@@ -178,7 +178,7 @@ class NodeSampler:
         return [NotRead(source, reason) for source, reason in list(self._problems.items())]
 
     def look(self, *, thorough: bool) -> tuple[dict[str, Values], list[HealthEvent]]:
-        """Read the sources that are due, and what the kernel has logged.
+        """Read the sources that are due, and the kernel's log.
 
         Args:
             thorough: read all sources, whatever they cost.
@@ -414,7 +414,7 @@ def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent
     """Return events in the order of their times: each failure once, its interface by name, and
     whether it is over.
 
-    A counter shows within a minute what the kernel's log tells to the microsecond.
+    A counter shows within a minute an event that the kernel's log dates to the microsecond.
     """
     names = places.part_names(first.values)
     other_names = places.aliases(first.values)

@@ -246,7 +246,7 @@ def read_text(text: str) -> RasReport:
 
 
 def _sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the name of a communicator, what is wrong with it, and the lines about that."""
+    """Yield the name of each communicator, its fault, and the lines about the fault."""
     found = list(_SECTION.finditer(text))
     starts = [each.start() for each in found]
     for each, end in zip(found, [*starts[1:], len(text)], strict=False):

@@ -1,4 +1,6 @@
-"""What all readers of a node's files share: the root that they read below, and small files."""
+"""The helpers that all readers of a node's files share: the root that they read below, and small
+files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ ROOT: Final = Path("/")
 
 
 class UnreadableError(Exception):
-    """A source cannot be read. The message tells why, and what would change it, in a clause."""
+    """A source cannot be read. The message is a clause: the reason, and the remedy."""
 
 
 def number(path: Path) -> float | None:

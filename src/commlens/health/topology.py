@@ -86,7 +86,7 @@ def find_layout(
     sources: Sources,
     inventory: Inventory | None = None,
 ) -> NodeLayout:
-    """Return where a node is. A source that cannot be read tells nothing.
+    """Return where a node is. A source that cannot be read is ignored.
 
     Args:
         root: the folder below which the node's files are.

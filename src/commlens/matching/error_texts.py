@@ -80,7 +80,7 @@ def is_closed_connection(text: str | None) -> bool:
 
 def refused_address(text: str | None) -> str:
     """Return the address at which no process answered gloo while it made a group; empty if the
-    error does not tell it.
+    error does not name it.
     """
     found = _REFUSED_ADDRESS.search(text or "")
     return f"{found[1]}:{found[2]}" if found is not None else ""

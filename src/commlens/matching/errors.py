@@ -27,7 +27,7 @@ _RANKS_MAX: Final = 10_000
 
 
 class Claim(NamedTuple):
-    """What an error's text says about ranks, as numbered in the group of the call."""
+    """The claims of an error's text about ranks, as numbered in the group of the call."""
 
     about: About
     own: int = -1  # the rank that raised it, according to the text
@@ -312,7 +312,7 @@ _KINDS: Final[tuple[tuple[ErrorKind, re.Pattern[str]], ...]] = (
     ),
 )
 SYSTEM_REASON: Final = re.compile(r"\((?:errno|gai error): -?\d{1,6} - ([^)\n]{1,100})\)")
-"""What the system says of a socket of torch's store."""
+"""The system's messages about a socket of torch's store."""
 
 _STORE_REASONS: Final[tuple[tuple[StoreReason, re.Pattern[str]], ...]] = (
     ("unknown-name", re.compile(r"gai error|[Nn]ame or service not known|in name resolution")),
@@ -342,7 +342,7 @@ _LOOPBACK: Final = re.compile(r"localhost$|127\.")
 
 
 class KnownError(NamedTuple):
-    """What an error's text decides."""
+    """The kind of error that a text shows, and its facts."""
 
     kind: ErrorKind
     detail: str = ""  # the address that does not answer; how many joined, of how many
@@ -351,7 +351,7 @@ class KnownError(NamedTuple):
 
 
 def known_error(text: str | None) -> KnownError | None:
-    """Return what an error's text decides; None if it decides nothing."""
+    """Return the known error that a text shows; None if it shows none."""
     text = (text or "")[:_TEXT_MAX]
     for kind, pattern in _KINDS:
         if found := pattern.search(text):

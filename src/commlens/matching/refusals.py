@@ -2,8 +2,8 @@
 anything.
 
 gloo: each op with each dtype and reduce op on torch 2.13.0, of which 2.6.0 takes no more. NCCL: as
-torch's ProcessGroupNCCL checks it (``getNcclDataType`` and ``getNcclReduceOp``). What only some
-versions refuse is taken here.
+torch's ProcessGroupNCCL checks it (``getNcclDataType`` and ``getNcclReduceOp``). A call that only
+some versions refuse is accepted here.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _broken(
 
 
 def _show_all(by_rank: Mapping[int, CollectiveArgs], ranks: Sequence[int]) -> str:
-    """Return what all these ranks pass, if it is the same."""
+    """Return the argument that all these ranks pass, if it is the same."""
     shown = {_show(by_rank[rank]) for rank in ranks}
     return shown.pop() if len(shown) == 1 else "different splits"
 
@@ -105,7 +105,7 @@ def _show_all(by_rank: Mapping[int, CollectiveArgs], ranks: Sequence[int]) -> st
 def compare_totals(
     by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
 ) -> Disagree | Unknown:
-    """Compare the elements that all ranks together send and expect, where a source does not tell
+    """Compare the elements that all ranks together send and expect, where a source does not record
     the splits.
 
     If the totals differ, no splits fit; they do not show whose are wrong. If they are equal, the

@@ -277,7 +277,9 @@ class Collective(msgspec.Struct, gc=False):
 
     @property
     def ended_ns(self) -> int:
-        """When it ended, as exactly as that is known; 0 if it is in flight or nothing tells."""
+        """When it ended, as exactly as that is known; 0 if it is in flight or the time is
+        unknown.
+        """
         if self.in_flight:
             return 0
         return self.done_ns or self.wait_ended_ns or self.returned_ns

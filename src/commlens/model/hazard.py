@@ -48,7 +48,7 @@ class Hazard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def lines(self) -> tuple[HazardKind, Frame | None, Frame | None]:
-        """What is told once: a kind at a line, and the line of the touch."""
+        """The key of a fault that is reported once: a kind at a line, and the line of the touch."""
         return self.what, self.source, self.touch.source if self.touch is not None else None
 
     @property

@@ -26,7 +26,7 @@ Key = tuple[TensorKind, str]
 
 
 class Measure(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor's hash, and the statistics that tell noise from a fault."""
+    """A tensor's hash, and the statistics that distinguish noise from a fault."""
 
     kind: TensorKind
     name: str

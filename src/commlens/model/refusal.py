@@ -1,4 +1,4 @@
-"""What strict verification refused, as data beside the exception's text."""
+"""The calls that strict verification refused, as data beside the exception's text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RefusedRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was refused, and which ranks it names."""
+    """The refused calls, and the ranks that the refusal names."""
 
     kind: str  # "mismatch/shape", "missing", "dead", "cycle"
     aspect: str = ""  # of a mismatch: "shape", "structure"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sender:
-    """What the kernel tells about the sender of a signal."""
+    """The sender of a signal, as the kernel reports it."""
 
     is_kernel: bool = False  # the kernel itself: Ctrl-C, or a terminal that went away
     pid: int = 0  # 0: the kernel, or a process that this container cannot see

@@ -1,7 +1,7 @@
 """The identity of a group that programs make by hand, and the jobs that such groups join.
 
-A process knows such a group by its store, its size, and its own rank in it. Processes that tell the
-same store and size are members of one group.
+A process knows such a group by its store, its size, and its own rank in it. Processes that report
+the same store and size are members of one group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the job's black boxes are, as ``launch`` tells it. Standard library only."""
+"""The folder of the job's black boxes, which ``launch`` sets. Standard library only."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A tensor is hashed as 32-bit words: the sum of each word times an odd 64-bit weight of its position,
 modulo 2**64. Any one word that differs changes the hash, and two tensors whose words are in another
-order have other hashes. The hash is linear, so the difference of two hashes tells the word that
-differs if it is the only one.
+order have other hashes. The hash is linear, so the difference of two hashes shows which word
+differs, if only one does.
 
 Standard library only, but for :func:`lone_word`, which needs numpy.
 """
@@ -46,7 +46,7 @@ def signed(value: int) -> int:
 
 def lone_word(difference: int, length: int) -> LoneWord | None:
     """Return the only word that explains the difference of two hashes; None if several must differ,
-    or it cannot be told.
+    or the word is unknown.
 
     Args:
         difference: of the hashes, modulo 2**64.

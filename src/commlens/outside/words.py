@@ -83,7 +83,7 @@ def _no_wait(job: SeenJob, cause: NoneWaits) -> str:
 
 
 def _steps(job: SeenJob) -> str:
-    """Return the steps in which the ranks are, as far as a variable's name tells it."""
+    """Return the steps in which the ranks are, if a variable's name shows them."""
     counters = [
         [value for name, value in one.counters.items() if "step" in name] for one in job.samples
     ]

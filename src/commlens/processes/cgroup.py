@@ -98,7 +98,7 @@ def _full_avg10(path: Path) -> float | None:
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that are free, page cache included; None if neither the machine nor a
-    control group tells.
+    control group shows it.
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
     known = [int(found[1]) * 1024] if found else []

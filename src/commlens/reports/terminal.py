@@ -71,7 +71,7 @@ def _evidence(finding: Finding) -> list[str]:
 
 
 def _told_of_records(cause: AnyCause | None) -> str:
-    """Return the sentence about missing records that the summary tells, too; empty if there is
+    """Return the sentence about missing records that the summary holds, too; empty if there is
     none.
     """
     if not isinstance(cause, Unrecorded) or cause.reason != "left-nothing" or cause.lost_nodes:

@@ -19,8 +19,8 @@ _PLACES_MAX: Final = 2000
 class CallPlace(NamedTuple):
     """Where a program issues a collective.
 
-    The whole call path tells phases apart: what training, an evaluation and a checkpoint issue from
-    one line of a helper are different places.
+    The whole call path distinguishes phases: what training, an evaluation and a checkpoint issue
+    from one line of a helper are different places.
     """
 
     channel: ChannelKey

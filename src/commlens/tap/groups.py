@@ -127,7 +127,7 @@ class LiveChannel:
 class LiveGroup:
     """A process group of this process.
 
-    Of a group that the program made by hand, ``ranks`` is empty: nothing tells the global ranks.
+    Of a group that the program made by hand, ``ranks`` is empty: its global ranks are unknown.
     """
 
     __slots__ = (

@@ -286,7 +286,7 @@ class Tracer(tap.WaitSubscriber):
         self._attribute_to_owner(event, frame)
 
     def _attribute_to_owner(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set the owner, and the path and the phase where it tells them."""
+        """Set the owner, and the path and the phase if it shows them."""
         info, args = event.info, event.args
         event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
         if owners_path is not None and (
@@ -302,7 +302,7 @@ class Tracer(tap.WaitSubscriber):
             event.phase = None  # issued by a C++ thread: the phase is unknown
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
-        """Take the phase from the stack, where autograd and the modules do not tell it: in final
+        """Take the phase from the stack, where autograd and the modules do not show it: in final
         callbacks, recomputed functions and optimizers.
         """
         # an optimizer may also run inside backward, in a gradient's hook

@@ -144,7 +144,7 @@ class DeathDetector:
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
         """Return whether the ranks were stopped from outside, and not because one of them was;
-        ``hung``: after a fault was told.
+        ``hung``: after a fault was printed.
         """
         if self.first is not None and was_interrupted(self.first) and not self.alone:
             # Ctrl-C reaches all ranks, of which those in C++ end later. Where one rank alone was

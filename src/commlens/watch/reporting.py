@@ -268,7 +268,7 @@ class Evidence:
         return {member.pid: self._observed(member, wait_s) for member in members if member.here}
 
     def health_here(self) -> NodeHealth | None:
-        """Return what this node tells of its hardware."""
+        """Return this node's facts about its hardware."""
         return self.health.report(self._roster.current())
 
     def observations(self) -> dict[int, Observation]:

@@ -1,4 +1,4 @@
-"""Faults that exceptions tell: torch compares some things itself and raises on every rank, and
+"""Faults that exceptions show: torch compares some things itself and raises on every rank, and
 strict verification refuses calls. Diagnosis reads a refusal's fields, not its text.
 """
 

@@ -1,5 +1,5 @@
-"""Faults that text logs tell of a job as a whole: timeouts in groups without a name, signals to
-the launcher, other tools' reports.
+"""Faults of a job as a whole, found in text logs: timeouts in groups without a name, signals to the
+launcher, other tools' reports.
 
 They count only if the ranks' records show no fault.
 """

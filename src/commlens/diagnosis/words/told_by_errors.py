@@ -1,4 +1,4 @@
-"""Words about faults that exceptions tell: those of torch, and refusals by strict verification."""
+"""Words about faults that exceptions show: those of torch, and refusals by strict verification."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DO: dict[ErrorReport, tuple[str, str]] = {
 
 
 def words(context: Context, case: Case[ToldByErrors]) -> Words:
-    """Return what a finding says about ranks that errors tell of."""
+    """Return the words of a finding about ranks that errors name."""
     cause = case.cause
     line = frame_phrase(context.job.views[cause.raised[0]].exit.source)
     say = {

@@ -1,4 +1,4 @@
-"""Words about faults that text logs tell of a job as a whole."""
+"""Words about faults of a job as a whole that text logs show."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def nothing_to_diagnose(missing: list[str]) -> Verdict:
 
 
 def nothing_told(logs: Sequence[str], missing: list[str]) -> Verdict:
-    """Return the verdict on logs of a distributed job of which no line tells a rank or a fault."""
+    """Return the verdict on logs of a distributed job in which no line names a rank or a fault."""
     return Verdict(
         kind="undetermined",
         summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank",

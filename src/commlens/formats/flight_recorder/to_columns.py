@@ -28,8 +28,8 @@ from commlens.text import TEXT_MAX, clean
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _FIRST_TENSOR_ONLY: Final = frozenset(f"2.{minor}" for minor in range(4))
-"""Versions in which the sizes of an all_to_all of lists are those of the first tensors, and nothing
-tells it from one of whole tensors.
+"""Versions in which the sizes of an all_to_all of lists are those of the first tensors, and cannot
+be distinguished from those of whole tensors.
 """
 _TORCHCOMMS: Final = frozenset({"nccl", "ncclx", "rccl", "rcclx", "gloo", "xccl", "mccl", "fake"})
 _HOOKED: Final = re.compile(r"nccl\d+|nccl-lazy")
@@ -110,8 +110,8 @@ def _stacks(table: EntryColumns) -> list[Stack]:
 
 
 def _read_about(table: EntryColumns, source: str) -> tuple[RankColumns, _Ranks]:
-    """Return columns without entries, with what the file tells of itself and of its groups, and the
-    ranks of these.
+    """Return columns without entries, with the file's facts about itself and about its groups and
+    their ranks.
     """
     version, groups = table.about.get("version"), table.about.get("pg_config")
     columns = RankColumns(source=source)
@@ -379,7 +379,7 @@ def _sequence(table: EntryColumns, channel: Integers, is_p2p: Integers, *, lost:
     """Return the sequence numbers; -1 if there is none.
 
     Torchcomms counts the calls of all communicators together, messages included. If entries are
-    lost, nothing tells how many of them belong to a communicator.
+    lost, it is unknown how many of them belong to a communicator.
     """
     recorded, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
     if not _is_of_torchcomms(table):

@@ -1,5 +1,5 @@
-"""Parse the lines in which a scheduler, a container's runtime, the kernel or a launcher tell that
-they ended a job, or that one of its processes ended.
+"""Parse the lines in which a scheduler, a container's runtime, the kernel or a launcher says that
+it ended a job, or that a process of the job ended.
 
 The lines of torch's store in which it cannot connect or listen are of this kind, too: the program
 ends by them, if it cannot later.

@@ -107,7 +107,7 @@ _LAGGING: Final = re.compile(
     r" collective #|ranks \[(?P<never>\d{1,7}(?:, \d{1,7})*)\] are the lagging ranks"
 )
 STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
-"""Seconds for which torch's watchdog thread made no progress, as its monitor tells."""
+"""Seconds for which torch's watchdog thread made no progress, as its monitor says."""
 
 WORLD_SIZE: Final = re.compile(
     r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b"
@@ -208,7 +208,7 @@ def _without_json(line: str) -> str:
 
 
 def may_go_on(text: str) -> bool:
-    """Return whether a line of the watchdog tells nothing by itself: a terminal or a collector may
+    """Return whether a line of the watchdog means nothing by itself: a terminal or a collector may
     have wrapped it.
     """
     return _FROM_WATCHDOG in text and not is_whole(text) and _NCCL2.search(text) is None
@@ -257,7 +257,7 @@ def _nccl2_group(text: str) -> NamedGroup | None:
 
 def parse_nccl2_timeout(text: str) -> int | None:
     """Return after how many ms an operation timed out, in a line of torch 2.15's NCCL backend,
-    which does not name it; 0 if the line does not tell, None for any other line.
+    which does not name it; 0 if the line does not say, None for any other line.
     """
     found = _NCCL2_TIMEOUT.search(text) if _NCCL2.search(text) else None
     return int(found["ms"] or 0) if found is not None else None

@@ -146,7 +146,7 @@ class _RankLines:
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
 
     def add_place(self, rank: int, told: NcclPlace) -> None:
-        """Add where the rank runs, as NCCL's lines tell it."""
+        """Add the rank's place, from NCCL's lines."""
         self.columns.host = self.columns.host or told.host
         self.columns.place = RankPlace(
             rank, gpu_index=told.gpu, nic=told.nic, rail=rail_of(told.nic, told.nics)
@@ -188,7 +188,7 @@ class LogParser:
         return bool(self._tracebacks or self._awaited or self._stack_of is not None or self._cut)
 
     def add_mention(self, rank: int) -> None:
-        """Note a rank whose line tells nothing."""
+        """Note a rank whose line says nothing else."""
         if len(self._ranks) < _RANKS_MAX:
             self._about(rank)
         # torch knows the rank: its store was reached
@@ -310,7 +310,7 @@ class LogParser:
         self._add_error(rank, about, text, failed=timeout is not None and timeout.has_failed)
 
     def _add_error(self, rank: int, about: _RankLines, text: str, *, failed: bool) -> None:
-        """Set the exception that C++ or the watchdog tells of; ``failed``: of a collective."""
+        """Set the exception that C++ or the watchdog reports; ``failed``: of a collective."""
         if uncaught := _UNCAUGHT.match(text):
             about.columns.exception = f"RuntimeError: {uncaught['error']}"
             about.exception_frames = []
@@ -449,7 +449,7 @@ class LogParser:
         return told or found[: self._is_of_a_job]
 
     def _add_nccl_ranks(self) -> None:
-        """Add the ranks that NCCL's own lines tell, and what they issued."""
+        """Add the ranks that NCCL's own lines name, and the ops that they issued."""
         self._world_size = max(self._world_size, self._nccl.world_size())
         for rank, pid in self._pids.items():
             self._nccl.tell_rank(pid, rank)
@@ -654,7 +654,7 @@ def _observed(code: int, ended_ns: int = 0) -> Observation:
 
 
 def _tells_nothing(about: _RankLines) -> bool:
-    """Return whether no line tells anything of a rank itself."""
+    """Return whether no line says anything about a rank itself."""
     told = (
         about.unassigned
         or about.nccl2_timeouts
@@ -693,7 +693,7 @@ def _add_calls(
 
 
 def _add_unplaced(columns: RankColumns, about: _RankLines) -> None:
-    """Add notes on the timeouts whose group or whose number the log does not tell."""
+    """Add notes on the timeouts whose group or number the log does not name."""
     for (group_rank, _), timeout in about.unassigned.items():
         if timeout.has_failed:
             continue

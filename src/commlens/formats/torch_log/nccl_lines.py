@@ -1,7 +1,7 @@
 """Collect NCCL's warnings, and the collectives that it prints with NCCL_DEBUG=INFO and
 NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align these across ranks.
 
-A line tells that a rank issued a collective, not that it completed. So those that all ranks of a
+A line shows that a rank issued a collective, not that it completed. So those that all ranks of a
 communicator issued alike count as completed, and those from the first difference on as in flight.
 """
 
@@ -71,7 +71,7 @@ class Communicator(NamedTuple):
 
 
 class NcclPlace(NamedTuple):
-    """Where a rank runs, as NCCL's lines tell it."""
+    """A rank's place, from NCCL's lines."""
 
     host: str
     gpu: int  # index on the host, among the GPUs that the process sees
@@ -141,7 +141,7 @@ class NcclLines:
         )
 
     def tell_rank(self, pid: str, rank: int) -> None:
-        """Note the rank of a process, as its launcher tells it; none if several have this pid."""
+        """Note the rank of a process, as its launcher prints it; none if several have this pid."""
         known = [process for process in {*self._members, *self.warnings} if process[1] == pid]
         if len(known) == 1:
             self._told.setdefault(known[0], rank)

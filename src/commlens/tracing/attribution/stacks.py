@@ -70,7 +70,7 @@ _NOT_CALLED_BY_NAME = (
 
 
 class _IssuingFunction(NamedTuple):
-    """A function of torch whose local variables tell about the collective that it issues."""
+    """A function of torch whose local variables describe the collective that it issues."""
 
     kind: str
     files: tuple[str, ...]  # how its file's path in torch begins
