@@ -31,6 +31,8 @@ demo: $(VENV)/.demo ## Watch a real 4-process training job hang and get its diag
 # cores keeps these busy, and files with few but long tests come first (pytest-xdist would run them last). WORKERS= runs all of them one
 # after the other.
 WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile --no-loadscope-reorder
+# Tests without processes wait for nothing, and each worker imports torch and all tests first.
+FAST_WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4))) --dist loadfile --no-loadscope-reorder
 
 RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
 
@@ -41,7 +43,7 @@ test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world 
 	HYPOTHESIS_PROFILE=all $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
-	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(WORKERS) $(ARGS)
+	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(FAST_WORKERS) $(ARGS)
 
 # The tests that hold words in golden files.
 GOLDEN_TESTS = $(shell grep -rlw 'import hold' tests/unit)

@@ -7,13 +7,11 @@ where passes are nested more than 60 deep.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from chosen import NATIVE_FIRST
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -129,26 +127,21 @@ Issued = dict[str, list[Collective]]
 
 
 @pytest.fixture(scope="module")
-def issued(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> Issued:
+def issued(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]
+) -> Issued:
     """The collectives of each part of the program."""
-    return run(tmp_path_factory.mktemp("program"), engine_environment)
+    return run(zygote, tmp_path_factory.mktemp("program"), engine_environment)
 
 
-def run(folder: Path, engine_environment: dict[str, str], *options: str) -> Issued:
+def run(zygote: Zygote, folder: Path, engine_environment: dict[str, str], *options: str) -> Issued:
     script = folder / "program.py"
     script.write_text(PROGRAM)
-    environment = {"BOX_AT": str(folder), "PYTHONWARNINGS": "ignore", **dict.fromkeys(options, "1")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, **engine_environment, **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    environment = {**engine_environment, "BOX_AT": str(folder), **dict.fromkeys(options, "1")}
+    printed = zygote.run(str(script), folder=folder, environ=environment, timeout_s=110)
+    said = json.loads(printed.splitlines()[-1])
     native = engine_environment["COMMLENS_ENGINE"] == "native"
-    assert said["engine"] == ("NativeRecorder" if native else "Recorder"), done.stderr
+    assert said["engine"] == ("NativeRecorder" if native else "Recorder"), printed
     (path,) = job_dirs.boxes(job_dirs.user_folder(folder) / "job")
     log = read_box(path)
     return {
@@ -201,8 +194,8 @@ def test_a_line_is_known_again_when_only_one_pass_runs(issued: Issued) -> None:
 
 @NATIVE_FIRST
 def test_the_line_is_known_also_with_stacks_of_cpp_and_under_verification(
-    tmp_path: Path, engine_environment: dict[str, str]
+    zygote: Zygote, tmp_path: Path, engine_environment: dict[str, str]
 ) -> None:
-    issued = run(tmp_path, engine_environment, "CPP_STACK", "VERIFIED")
+    issued = run(zygote, tmp_path, engine_environment, "CPP_STACK", "VERIFIED")
     for issuer in ("python", "ddp"):
         assert lines(only(issued, f"{issuer} first"))[0] == LINES["FIRST"]

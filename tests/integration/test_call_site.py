@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-
-from conftest import SOURCE
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -87,20 +83,11 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+def names(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
     script = tmp_path_factory.mktemp("names") / "train.py"
     script.write_text(PROGRAM)
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(SOURCE),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    printed = zygote.run(str(script), folder=script.parent, timeout_s=100)
+    found: dict[str, list[list[str]]] = json.loads(printed.splitlines()[-1])
     return found
 
 

@@ -15,8 +15,9 @@ import pytest
 from chosen import chosen, long
 from launching import Bench, Program
 
-from commlens.launch.torchrun import job_name, parse
+from commlens.launch.torchrun import job_name, parse, torchrun_parser
 from commlens.processes import senders
+from conftest import RunCommlens
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -256,16 +257,15 @@ def test_without_torch(bench: Bench) -> None:
     assert "Traceback" not in program.error
 
 
-def test_a_bad_setting_is_refused(bench: Bench) -> None:
-    program = bench.launch("--abort-on", "panic", "train.py", "well")
-    assert program.end() == 2
-    assert "nothing, all, or some of stall, mismatch, diverged" in program.error
+def test_a_bad_setting_is_refused(tmp_path: Path, call_commlens: RunCommlens) -> None:
+    (tmp_path / "train.py").write_text("")
+    refused = call_commlens("launch", "--abort-on", "panic", "train.py", "well")
+    assert refused.returncode == 2
+    assert "nothing, all, or some of stall, mismatch, diverged" in refused.stderr
 
 
-def test_help_shows_both(bench: Bench) -> None:
-    program = bench.start("-m", "commlens", "launch", "-h")
-    assert program.end() == 0
-    text = "\n".join(program.out)
+def test_help_shows_both() -> None:
+    text = torchrun_parser().format_help()
     assert "--stall-timeout" in text
     assert "--nproc-per-node" in text
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -112,23 +113,14 @@ TIMELESS = (
 TIMES = (L.ENTERED, L.RETURNED, L.WAIT_BEGAN, L.WAIT_ENDED, L.DONE)
 
 
-def record(engine: str, script: Path, environment: dict[str, str]) -> tuple[bytes, Path]:
+def record(
+    zygote: Zygote, engine: str, script: Path, environment: dict[str, str]
+) -> tuple[bytes, Path]:
     box_at = script.parent / engine
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={
-            **os.environ,
-            **environment,
-            "COMMLENS_ENGINE": engine,
-            "BOX_AT": str(box_at),
-            "PYTHONWARNINGS": "ignore",
-        },
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ("NativeRecorder\n" if engine == "native" else "Recorder\n"), done.stderr
+    box_at.mkdir()
+    environment = {**environment, "COMMLENS_ENGINE": engine, "BOX_AT": str(box_at)}
+    printed = zygote.run(str(script), folder=box_at, environ=environment, timeout_s=110)
+    assert printed.splitlines()[-1] == ("NativeRecorder" if engine == "native" else "Recorder")
     (path,) = job_dirs.boxes(job_dirs.user_folder(box_at) / "job")
     return path.read_bytes(), path
 
@@ -171,13 +163,13 @@ def blobs(side: bytes) -> list[object]:
 
 
 def test_both_engines_write_the_same_records_and_the_same_side_table(
-    tmp_path: Path, native_cache: Path
+    zygote: Zygote, tmp_path: Path, native_cache: Path
 ):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environment = {"COMMLENS_NATIVE_DIR": str(native_cache)}
     (python, path), (native, native_path) = (
-        record(engine, script, environment) for engine in ("python", "native")
+        record(zygote, engine, script, environment) for engine in ("python", "native")
     )
     log = read_box(path)
     assert log.issued > 50 and not log.problems

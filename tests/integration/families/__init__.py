@@ -142,7 +142,6 @@ USUAL: Final = frozenset(
         "gpipe",
         "moe",
         "checkpoint_non_reentrant",
-        "compiled_part",
         "save_and_load",
         "plain_calls",
         "monitored_barriers",
