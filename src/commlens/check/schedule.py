@@ -462,7 +462,9 @@ def _needed(op: Op, arrived: Mapping[int, Op]) -> list[Op] | None:
 
 
 def _threads_of(sequence: RankSequence) -> list[_Thread]:
-    """Return the threads of a rank with their events; the first one has those of no thread."""
+    """Return the threads of a rank with their events. Events without a thread are the first
+    thread's.
+    """
     events: dict[int, list[Event]] = {}
     first = 0
     for event in sequence.events:

@@ -142,7 +142,7 @@ def _batches(files: DumpFiles, ranks: Collection[int] | None) -> Iterator[Batch]
     size = 0
     for source, kind in files.foreign():
         name = files.file_name(source, kind)
-        if ranks is not None and 0 <= name.rank not in ranks:
+        if ranks is not None and name.rank >= 0 and name.rank not in ranks:
             continue
         batch.append((source, kind, name))
         size += max(source.size, 0)
@@ -221,7 +221,7 @@ def _with_unnamed_lines(several: list[RankColumns], name: FileName) -> list[Rank
     by its name: C++ prints no rank.
     """
     unnamed = next((one for one in several if one.rank < 0 and not one.of_job), None)
-    own = next((one for one in several if one.rank == name.rank >= 0), None)
+    own = next((one for one in several if one.rank == name.rank and one.rank >= 0), None)
     if unnamed is None or own is None or len(unnamed) or not unnamed.exception:
         return several
     if not own.exception:

@@ -419,11 +419,13 @@ def _logs_without_box(
 
 
 def _runs_here(status: BoxStatus) -> bool:
-    here = job_dirs.this_machine()
-    return (status.boot_id, status.pid_namespace) == here != (
-        "",
-        "",
-    ) and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
+    here, start = job_dirs.this_machine(), job_dirs.start_ticks(status.pid)
+    return (
+        here != ("", "")
+        and (status.boot_id, status.pid_namespace) == here
+        and start != 0
+        and status.start_ticks == start
+    )
 
 
 def _left_out(paths: list[Path], owner: str) -> str:

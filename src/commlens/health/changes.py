@@ -73,7 +73,7 @@ def _fell(change: _HealthChange) -> bool:
 
 
 def _has_left(good: str) -> Callable[[_HealthChange], bool]:
-    return lambda change: change.before == good != change.after
+    return lambda change: change.before == good and change.after != good
 
 
 def _is_hot(value: Value) -> bool:

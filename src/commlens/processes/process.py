@@ -409,7 +409,7 @@ def longest_cpu_wait_ns(
     """
     return max(
         (
-            between_ns if ran == before[thread][1] != -1 else wait - before[thread][0]
+            between_ns if ran >= 0 and ran == before[thread][1] else wait - before[thread][0]
             for thread, (wait, ran) in after.items()
             if thread in before
         ),

@@ -141,7 +141,7 @@ def _other_lines(columns: list[Column], row: int, usual: str) -> list[str]:
 
 
 def _mark(table: EntryTable, number: int) -> str:
-    if number == table.fault != 0:
+    if number and number == table.fault:
         return f"> {number}"
     return "newest" if table.messages and number == 0 else str(number)
 

@@ -287,7 +287,7 @@ class Roster:
                 continue
             try:
                 member.status = member.box.status()
-                if member.rank != member.status.rank >= 0:
+                if member.status.rank >= 0 and member.status.rank != member.rank:
                     member.rank, self._current = member.status.rank, None
                 member.world_size = member.status.world_size or member.world_size
                 member.unreadable = None

@@ -251,7 +251,7 @@ def rank_of_dump(recorded: int, candidates: Sequence[int], name: FileName) -> tu
     other.
     """
     if recorded >= 0:
-        contradicts = name.sure and 0 <= name.rank != recorded
+        contradicts = name.sure and name.rank >= 0 and name.rank != recorded
         return recorded, (
             f"its name says rank {name.rank}, but its content is of rank {recorded}"
             if contradicts

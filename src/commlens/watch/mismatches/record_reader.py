@@ -158,7 +158,7 @@ class RecordReader:
                     self._add_member(channel, coalescing, signature, number, index)
                     continue
                 group_members = self._coalesced.pop(coalescing, [])
-                is_whole = 0 < len(group_members) == members
+                is_whole = members > 0 and len(group_members) == members
                 signature = (
                     comparison.signatures.intern_group(tuple(group_members)) if is_whole else 0
                 )
