@@ -104,7 +104,7 @@ class DeviceQueues:
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[LiveChannel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
-        # those that the backend's completion hook has not told of, oldest first
+        # those that the backend's completion hook has not reported, oldest first
         self._hooked: list[Token] = []
         # not while a job makes its groups: torch's status is read without its lock
         self._asked_ns = time.monotonic_ns()

@@ -49,7 +49,7 @@ def check_plan(
         backend: "gloo" or "nccl"; empty: the one that the program asks for.
         script: the program's name.
         seen: called with the number of ranks run so far and their total.
-        branches: answers to what the program asks of tensors, of which all combinations are tried.
+        branches: answers to the program's reads of tensors; all combinations of them are tried.
         combinations: how many of these, at most.
         all_ranks: run every rank, also of a large world.
     """

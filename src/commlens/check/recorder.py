@@ -293,7 +293,7 @@ class SequenceRecorder(tap.Subscriber):
         return ""
 
     def _backends(self) -> Sequence[str]:
-        """Return the backends of which one runs the program's collectives."""
+        """Return the backends that may run the program's collectives."""
         asked = self._rules or self.sequence.backend
         named = [name for name in BACKENDS if name in asked]
         return named or (() if asked else BACKENDS)

@@ -1,4 +1,4 @@
-"""The sequences of all ranks of a world, of which all are run, or a few."""
+"""The sequences of all ranks of a world: all ranks are run, or a few."""
 
 from __future__ import annotations
 

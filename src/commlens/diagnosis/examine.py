@@ -320,5 +320,5 @@ def _examine(
 
 
 def _without_records(verdict: Verdict) -> ExaminedJob:
-    """Return a verdict on a job of which no record is readable."""
+    """Return a verdict on a job without a readable record."""
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())

@@ -195,7 +195,7 @@ def _as_model(rank: _RasRank) -> RasRank:
 
 
 def _ranks_behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int]]:
-    """Return the op of which some ranks have launched fewer than the others, and these ranks."""
+    """Return the op that some ranks have launched fewer times than the others, and these ranks."""
     ops = {op for each in counts.values() for op in each}
     spread = {
         op: max(each.get(op, 0) for each in counts.values())

@@ -251,7 +251,7 @@ class RasWitness(msgspec.Struct, frozen=True, omit_defaults=True):
     """What NCCL's RAS service says about the ranks of a collective."""
 
     says: RasSays
-    op: str = ""  # of which some ranks have launched fewer, by NCCL's name
+    op: str = ""  # the op that some ranks have launched fewer times, by NCCL's name
     behind: list[Rank] = []  # these
     not_answering: list[Rank] = []
 
@@ -426,14 +426,14 @@ ranks with a record wait for more. ``out-of-sight``: it probably runs on another
 
 
 class Unrecorded(Cause, tag="unrecorded", kw_only=True):
-    """Ranks that others wait for, and of which no record tells what they did."""
+    """Ranks that others wait for, and whose calls no record shows."""
 
     ranks: list[Rank]
     processes: list[ExitKind]  # in the order of the ranks
     reason: NoRecord
     stuck_s: int = 0  # how long torch's watchdog of one of them made no progress
     waits: list[Wait]
-    idle: list[Rank] = []  # that wait for nobody, of which one may be such a member of a group
+    idle: list[Rank] = []  # that wait for no rank, one of which may be such a member of a group
     job_size: int  # ranks of the job
 
 

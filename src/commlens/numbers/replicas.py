@@ -1,9 +1,9 @@
 """Which ranks must hold the same bytes of a tensor: according to DDP, to the placements and the
 mesh of a DTensor, and to Megatron's groups.
 
-Megatron trains plain tensors. It marks those of which each tensor parallel rank has its own shard,
-and keeps its groups in ``megatron.core.parallel_state``. Nothing of it is imported here. Tried with
-megatron-core 0.16.1.
+Megatron trains plain tensors. It marks the tensors of which each tensor parallel rank has its own
+shard, and keeps its groups in ``megatron.core.parallel_state``. Nothing of it is imported here.
+Tried with megatron-core 0.16.1.
 
 A model is found from its parameters. torch's private names are used here only: DDP's
 ``process_group``, ``parameters_to_ignore`` and ``_comm_hooks``, FSDP2's parameter groups and their
@@ -125,7 +125,9 @@ class Model:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether all parameters are parts of larger tensors, of which no other rank has a copy."""
+        """Whether all parameters are parts of larger tensors, and no other rank has a copy of these
+        parts.
+        """
         return all(not place.kept_by for place in self.places.values())
 
     def parameters(self) -> Iterator[tuple[TensorPlace, nn.Parameter]]:

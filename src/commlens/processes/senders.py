@@ -82,8 +82,8 @@ def take_sender(number: int) -> Sender | None:
 
 
 def _name_and_parent(stat: str) -> tuple[str, int]:
-    """Return the program's name and its parent's pid from ``/proc/PID/stat``, of which the end may
-    be missing.
+    """Return the program's name and its parent's pid from ``/proc/PID/stat``, whose end may be
+    missing.
     """
     _, _, rest = stat.partition("(")
     name, _, fields = rest.rpartition(")")

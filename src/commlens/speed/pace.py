@@ -92,7 +92,7 @@ def measure(
 
 
 def common_span(logs: Iterable[RankLog]) -> Span:
-    """Return the time of which all ranks have records."""
+    """Return the time span for which all ranks have records."""
     begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
     return begin, min((log.captured_ns for log in logs), default=0)
 

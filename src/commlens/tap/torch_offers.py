@@ -108,7 +108,7 @@ def read_recorder(backend: str) -> dict[str, Any]:
 
 
 def hooked_backends() -> set[str]:
-    """Return the names of the backends of which torch's hooks record the calls."""
+    """Return the names of the backends whose calls torch's hooks record."""
     import torch.distributed.distributed_c10d as c10d
 
     hooks = getattr(c10d._world, "pg_flight_recorder_hooks", {})

@@ -10,7 +10,7 @@ from commlens.watch.roster import Member
 
 SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
-ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
+ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if a user ends all processes
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
 _TERMINATED_CODE: Final = 128 + 15

@@ -23,7 +23,7 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
 
     Args:
         wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None:
-            all jobs of which a rank runs.
+            all jobs that have a running rank.
         box_dir: the setting.
 
     Raises:

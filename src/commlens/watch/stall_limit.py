@@ -132,7 +132,7 @@ class StallLimit:
 
     def _read_place(self, member: Member) -> CallPlace | None:
         """Return the place where a rank waits, and count the records before it. None if the place
-        is unknown, or in the first step, of which nothing is learned.
+        is unknown, or in the first step, from which nothing is learned.
         """
         status = member.status
         if member.box is None or status is None:

@@ -268,8 +268,8 @@ def _first_in_flight(
 
 
 def _issued(view: RankView, track: Track | None, *, at_end: bool) -> int:
-    """Return how many ops of a track the rank issued before those that are compared, of which none
-    is of this track; -1 if that is not known.
+    """Return how many ops of a track the rank issued before the compared ops, none of which is of
+    this track; -1 if that is not known.
 
     Args:
         view: of the rank.

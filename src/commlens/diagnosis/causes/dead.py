@@ -42,7 +42,7 @@ _CONFIDENCE: Mapping[DeathDoubt | None, Confidence] = {
 
 
 UNDECIDED: Final = ("first-unknown", "perhaps-aborted", "unspecific")
-"""Doubts because of which no rank is blamed."""
+"""The doubts that keep a rank from being blamed."""
 
 
 def is_absorbed(context: Context, rank: int) -> bool:
@@ -151,7 +151,7 @@ def _keep_the_first(
 
 
 def _named_by_refusals(context: Context) -> set[int]:
-    """Return the ranks of which a refusal says that they had ended."""
+    """Return the ranks that had ended, according to a refusal."""
     return {
         rank
         for view in context.job.views.values()

@@ -79,7 +79,9 @@ def _has_ended_on_some(context: Context, at: Instance) -> bool:
 
 
 def find_undecided(context: Context, nodes: Sequence[WaitNode]) -> None:
-    """Find a collective of several groups of which one dump does not tell whether it is stuck."""
+    """Find a collective of several groups that may or may not be stuck, as far as one dump
+    shows.
+    """
     edges = context.graph.edges_into_all(nodes)
     blocked = context.blocked_by(nodes)
     cause = StuckInside(
@@ -252,8 +254,8 @@ def _is_waiting(view: RankView, instance: Instance, *, started: bool) -> bool:
 
 
 def _may_be_members(context: Context, meeting: EnteredOp) -> list[int]:
-    """Return the other ranks of which there are logs, if these do not list the group's ranks: some
-    may be in it, and missing.
+    """Return the other ranks with logs, if the logs do not list the group's ranks: some may be in
+    it, and missing.
     """
     group = meeting.op.channel.group
     if not context.job.only_logs or meeting.instance.key not in context.job.unlisted:

@@ -226,7 +226,9 @@ class AlikeRanks:
         self._known: dict[frozenset[int], frozenset[int]] = {}
 
     def with_alike(self, ranks: Iterable[int]) -> frozenset[int]:
-        """Return ranks with all others of a state of which all examined ranks are among them."""
+        """Return the ranks, and for each state whose examined ranks are all among them, the other
+        ranks of that state.
+        """
         given = frozenset(ranks)
         found = self._known.get(given)
         if found is None:

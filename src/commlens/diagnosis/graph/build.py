@@ -374,7 +374,7 @@ class _GraphBuilder:
         blocked.
         """
         block = self._block_of(other, key)
-        # of a group of which only this rank is known, nothing tells for whom it waits there
+        # if the group has no other known rank, it is unknown for which rank it waits there
         if block is None or self.graph.is_unknown(block.op.channel.key):
             unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
             self.graph.add(

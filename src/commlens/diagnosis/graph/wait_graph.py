@@ -27,8 +27,8 @@ class WaitNode(NamedTuple):
     Kinds: ``"wait"``, a blocked thread; ``"at"``, a collective that some of its ranks have not
     reached. Sinks: ``"absent"``, a rank that is not blocked; ``"dead"``; ``"no-record"``;
     ``"elsewhere"``, a rank that probably runs on another node; ``"mismatch"``; ``"stuck"``, a
-    collective or message that all its ranks have reached; ``"key"``, a key of the store of which it
-    is not known who should write it, or a store that is not made yet.
+    collective or message that all its ranks have reached; ``"key"``, a key of the store whose
+    writer is unknown, or a store that is not made yet.
     """
 
     kind: str
@@ -101,7 +101,7 @@ class Graph:
         )
 
     def is_alone(self, node: WaitNode) -> bool:
-        """Return whether a node is a collective of a group of which only one rank is known."""
+        """Return whether a node is a collective of a group with only one known rank."""
         return self.is_unknown(self.instances[node.detail].key)
 
     def is_unknown(self, key: ChannelKey) -> bool:

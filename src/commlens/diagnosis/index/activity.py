@@ -72,8 +72,8 @@ State = Literal[
 
 ``runs``: its own code, as far as is known. ``expected-slow``: in a block that the program marked.
 ``debugged``: a debugger has stopped it. ``ended``: by itself or because of a peer. ``was-ended``:
-from outside, after the fault, so what counts is where it was before.
-``in-another-group``: in a collective of a group of which no other rank is known.
+from outside, after the fault, so what counts is where it was before. ``in-another-group``: in a
+collective of a group without another known rank.
 """
 
 SignKind = Literal[

@@ -149,8 +149,8 @@ class _Issued(NamedTuple):
 
 
 def _end_what_met(dumps: Sequence[RankColumns], channels: Mapping[ChannelName, Channel]) -> None:
-    """Decide what of the operations is in flight of which only the issue is recorded: those that
-    not all ranks of their group, or not both sides of a message, have issued. The others may have
+    """Decide which operations are in flight, if only their issue is recorded: those that not all
+    ranks of their group, or not both sides of a message, have issued. The others may have
     completed.
     """
     if not any(dump.issued_only or dump.issued_messages for dump in dumps):
@@ -185,7 +185,7 @@ def _keep_collectives(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) ->
 
 
 def _keep_messages(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
-    """Keep the newest messages in flight of which one side has issued more than the other."""
+    """Keep the newest messages in flight where one side has issued more than the other."""
     # of sender and receiver
     balance: Counter[tuple[ChannelKey, int, int]] = Counter()
     for dump, key, _, sent in issued:
@@ -267,9 +267,7 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
 
 
 def _ends_before(view: RankView, op: Collective) -> bool:
-    """Return whether a rank's dump, of which nothing is lost, ends before the rank issued this
-    collective.
-    """
+    """Return whether a rank's dump is complete, and ends before the rank issued this collective."""
     overwritten = view.wrapped and op.channel.key not in view.tracks
     return not (view.is_log or overwritten) and lacks(view, op)
 

@@ -73,8 +73,8 @@ How = Literal["wait", "issue", "assumed", "failed", "enqueued", "unknown"]
 """How a thread is blocked: in its wait, its call, by inference, in a wait that failed; or its
 device is, in the first op in flight.
 
-``unknown``: the thread stands still, perhaps for its device, of which it is not known whether it
-has completed the rank's last op.
+``unknown``: the thread stands still, perhaps because it waits for its device; it is unknown whether
+the device has completed the rank's last op.
 """
 
 DEVICE: Final = 0
@@ -245,8 +245,8 @@ class JobIndex:
 
     @cached_property
     def meets_here(self) -> str:
-        """The address at which the ranks meet, if only one machine, of which there are records,
-        reaches it; otherwise empty.
+        """The address at which the ranks meet, if only one machine reaches it, and that machine's
+        records are here; otherwise empty.
         """
         if len({view.log.host for view in self.views.values()}) != 1:
             return ""

@@ -472,9 +472,7 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
 
 
 def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
-    """Return what is said of each rank, and the ranks of which the same is said; most ranks
-    first.
-    """
+    """Return each text with the ranks of which it is said; most ranks first."""
     same: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
         same[said(rank)].append(rank)

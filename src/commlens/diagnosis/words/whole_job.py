@@ -83,7 +83,7 @@ def _summary_of_no_fault(job: JobIndex, cause: NoFault) -> str:
 
 
 def nothing_to_diagnose(missing: list[str]) -> Verdict:
-    """Return the verdict on a job of which no rank's records are readable."""
+    """Return the verdict on a job without readable records of any rank."""
     return Verdict(
         kind="undetermined",
         summary="there is nothing to diagnose",

@@ -345,8 +345,8 @@ class _Futures(tap.Subscriber):
 
 
 def _backend_class(kind: type[Any]) -> type[Any]:
-    """Return a stand-in for the class of a real backend, such as ``ProcessGroupGloo``, of which a
-    program makes one by hand: it makes the fake one.
+    """Return a stand-in for the class of a real backend, such as ``ProcessGroupGloo``, for programs
+    that make a backend by hand: it makes the fake one.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
 

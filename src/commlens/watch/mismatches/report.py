@@ -108,7 +108,7 @@ class MismatchReporter:
         # with where it was first seen
         self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}
         self._examined = 0
-        # disagreements between nodes, of which a later look may tell more
+        # disagreements between nodes, about which a later look may show more
         self._unsettled_since: dict[Key, float] = {}
         self._out_of_step = OutOfStepCheck()
         self._counted: set[tuple[ChannelKey, str]] = set()

@@ -69,7 +69,7 @@ _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
 _RETRY_MAX_S: Final = 2.0
 _ASKED_S: Final = 10.0  # after a request, nodes that bundle values do so often
-_BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node of which a rank waits for longer rests less
+_BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node with a rank that waits for longer rests less
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
 _WAITS: Final = 8  # of other nodes that are compared with those here
@@ -83,7 +83,7 @@ class LostStore(NamedTuple):
     place: Place
     silent_s: float
     refuses: bool  # connections are refused: the process that served it has ended
-    beats: list[Beat]  # of the nodes of which nothing is known without it
+    beats: list[Beat]  # of the nodes that are out of sight without it
 
 
 class Nodes:

@@ -208,7 +208,7 @@ class KnownNodes:
             rank for slot in self.evidence_left(mine) for rank in self._by_slot[slot].beat.ranks
         }
 
-    # --- whom to read
+    # --- which values to read
 
     def to_read(self, mine: Beat, count: int, now: float) -> tuple[list[int], list[int]]:
         """Return the slots of the known nodes, and of the nodes not yet known, whose values to

@@ -18,10 +18,10 @@ import msgspec
 _OF_TESTS: Final = os.environ.get("COMMLENS_TEST_TREE_ARITY", "")
 ARITY: Final = int(_OF_TESTS or 32)
 TREE_ABOVE: Final = 0 if _OF_TESTS else 16
-"""Other nodes of which so many are asked for all their records."""
+"""The number of other nodes up to which all are asked for all their records."""
 _GONE_MAX: Final = 256  # slots of nodes that have gone, between those of nodes that live
 FIRST_S: Final = 3.0
-"""Within which a node without children answers, not counting the time until it sees the request."""
+"""The time within which a node without children answers, once it sees the request."""
 LEVEL_S: Final = 2.0  # for each level of the tree below a node
 
 

@@ -54,8 +54,8 @@ class StoreClient:
         port: TCP port.
         timeout_s: for connecting.
         answer_s: for each answer; ``timeout_s`` if it is None.
-        keep_waiting: returns whether to wait ``answer_s`` longer for an answer, of which it gets
-            the seconds waited so far; None: never.
+        keep_waiting: gets the seconds waited so far for an answer, and returns whether to wait
+            ``answer_s`` longer; None: never.
     """
 
     def __init__(
