@@ -6,7 +6,7 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.groups_differ import meeting_port, went_on_to
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import UNDECIDED, prose, separation, told_apart
+from commlens.diagnosis.words.phrases import UNDECIDED, prose, ranks_by_text, separation
 from commlens.model.cause import Claims, GroupsDiffer, StartedTwice
 from commlens.model.collective import Collective
 from commlens.text import (
@@ -199,7 +199,7 @@ def _requests(case: Case[GroupsDiffer]) -> list[str]:
     """``"Ranks 0-2 ask for ranks [0, 1] at train.py:20 main."``, for each side and line."""
     lines = []
     for side in case.cause.sides[:_SHOWN]:
-        for ranks, where in told_apart(
+        for ranks, where in ranks_by_text(
             side, lambda rank: frame_phrase(case.ops[rank].source) or "an unknown line"
         )[:2]:
             op = case.ops[ranks[0]]

@@ -18,8 +18,8 @@ from commlens.diagnosis.words.phrases import (
     UNDECIDED,
     describe_sides,
     prose,
+    ranks_by_text,
     separation,
-    told_apart,
 )
 from commlens.matching.answer import Disagree
 from commlens.model.cause import MAIN_THREAD
@@ -253,7 +253,7 @@ def _sides(context: Context, case: MismatchCase) -> list[str]:
         return _issued(op, paths[1].phrase if op.source == usual else frame_phrase(op.source))
 
     others = "; ".join(
-        f"{ranks_phrase(ranks)} {text}" for ranks, text in told_apart(mismatch.others, said)[:3]
+        f"{ranks_phrase(ranks)} {text}" for ranks, text in ranks_by_text(mismatch.others, said)[:3]
     )
     return [f"{odd}." if odd else "", f"{capital(others)}." if others else ""]
 
@@ -356,7 +356,7 @@ def _out_of_step_summary(case: MismatchCase) -> str:
 
 def _op_summary(case: MismatchCase) -> str:
     mismatch, ops = case.mismatch, case.mismatch.ops
-    odd = told_apart([rank for rank in case.suspects if rank in ops], lambda rank: ops[rank].op)
+    odd = ranks_by_text([rank for rank in case.suspects if rank in ops], lambda rank: ops[rank].op)
     issued = joined([f"{ranks_phrase(ranks)} issued {op}" for ranks, op in odd[:3]])
     theirs = joined(sorted({ops[rank].op for rank in mismatch.others}), "or")
     where = f"#{mismatch.number} of {group_phrase(mismatch.channel.group)}"

@@ -459,7 +459,9 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
     told = [
         said
         for ranks in sides
-        for said in told_apart(ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack)))
+        for said in ranks_by_text(
+            ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack))
+        )
     ]
     parts = []
     for ranks, where in told[:_SIDES_SHOWN]:
@@ -471,7 +473,7 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 
 
-def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
+def ranks_by_text(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
     """Return each text with the ranks of which it is said; most ranks first."""
     same: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
