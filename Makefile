@@ -59,7 +59,7 @@ coverage: $(VENV)/.ready $(VENV)/.browser ## Show which lines and branches the t
 	@COVERAGE_FILE=$(CURDIR)/$(VENV)/.coverage $(VENV)/bin/python -m coverage combine --quiet
 	@COVERAGE_FILE=$(CURDIR)/$(VENV)/.coverage $(VENV)/bin/python -m coverage report $(if $(ARGS),--fail-under=0)
 
-frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray Train and DeepSpeed, which are installed for it (1.8 GB)
+frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray, DeepSpeed and torchft, which are installed for it (1.8 GB)
 	$(VENV)-frameworks/bin/python -m pytest tests/integration/test_frameworks.py -rs $(ARGS)
 
 $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
@@ -67,7 +67,7 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(PINNED_TORCH) $(USE_CPU_INDEX) --constraint constraints.txt
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test]' \
-		accelerate lightning transformers 'ray[train]' deepspeed --constraint constraints.txt
+		accelerate lightning transformers 'ray[train]' deepspeed torchft --constraint constraints.txt
 	@touch $@
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
