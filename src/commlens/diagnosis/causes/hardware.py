@@ -40,7 +40,7 @@ _AFTER_S: Final[Mapping[Fault, float]] = {"storage": 300.0, "host-memory": 60.0}
 """How long after a fault its cause may be logged: the kernel reports a server of files, or a task
 that hangs, only after minutes.
 """
-_SOON_S: Final = 5.0  # likewise, any other cause
+_SOON_S: Final = 5.0  # the same for the other causes
 _SWAPPED_BYTES: Final = 64 << 20  # of a rank's memory, at least, if swapping slows it down
 _WENT_ON_S: Final = 1.0  # a collective issued so long after a change has met it
 
@@ -108,7 +108,7 @@ _SLOWS: Final[frozenset[What]] = frozenset(
         "ecc-corrected",
     }
 )
-"""Likewise, those that make a rank slow."""
+"""The changes that can make a rank slow."""
 
 _WAITING: Final[frozenset[Why]] = frozenset(
     {
@@ -120,7 +120,7 @@ _WAITING: Final[frozenset[Why]] = frozenset(
         "unknown",
     }
 )
-"""What a rank does that waits for storage or memory."""
+"""The activities of a rank that may wait for storage or memory."""
 
 _ORDER: Final[Sequence[Fault]] = (
     "gpu-fault",
@@ -145,12 +145,12 @@ class _Scene:
     began_ns: int  # Unix ns
 
 
-class _NodePart(NamedTuple):
-    """The ranks that a part of a node belongs to."""
+class _PartUsers(NamedTuple):
+    """The ranks that use a part of a node."""
 
     ranks: list[int]
-    own: bool  # they use it alone, and the others have their own
-    known: bool  # that they use it; else it may be a part of another job
+    alone: bool  # they use it alone, and the node's other ranks use parts of their own
+    certain: bool  # False: perhaps only another job uses it
 
 
 def add_hardware(context: Context) -> None:
@@ -163,15 +163,15 @@ def add_hardware(context: Context) -> None:
     for case in context.cases:
         scene = _scene(context, case.cause) if case.cause.root_cause else None
         if scene is not None:
-            placed = _placed(nodes, spans_nodes=_spans_nodes(context, scene.ranks))
-            fitting = (_fitting(context, scene, *each) for each in placed)
+            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, scene.ranks))
+            fitting = (_fitting(context, scene, *each) for each in changes)
             scene.cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
             _decide(scene.cause)
 
 
 def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
-    """Add to ranks that make a job slow the changes of their hardware that the others do not have.
-    These are the reason unless the processes show another.
+    """Add to the cause of a slow job the changes of hardware that only the slow ranks have. They
+    are the reason unless the processes show another one.
     """
     nodes = nodes_of({log.rank: log for log in logs})
     now_ns = max((node.health.taken_ns for node in nodes), default=0)
@@ -181,20 +181,23 @@ def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
 
 
 def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_nodes: bool) -> None:
-    """Add to a cause that was seen from outside what is wrong with the hardware now.
+    """Add to a cause that was seen from outside the present faults of hardware.
 
-    It is unknown when the ranks stopped. So what is over explains nothing, nor does a counter that
-    rises during the look: it may always do so.
+    It is unknown when the ranks stopped. So a fault that is over explains nothing. Neither does a
+    counter that rises during the look, because it may always do so.
 
     Args:
-        cause: what was found.
+        cause: the cause.
         healths: of the nodes that were looked at.
         spans_nodes: whether the job has ranks on more than one node.
     """
     if not isinstance(cause, (StuckInside, Missing, Dead)) or not cause.root_cause:
         return
     nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
-    seen = (_hardware_change(cause, *each) for each in _placed(nodes, spans_nodes=spans_nodes))
+    seen = (
+        _hardware_change(cause, *each)
+        for each in _changes_with_users(nodes, spans_nodes=spans_nodes)
+    )
     cause.hardware = _sorted(_merge_changes(filter(None, seen)))
     _decide(cause)
     if cause.blamed_by == "hardware" and cause.confidence == "low":
@@ -202,24 +205,24 @@ def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_node
 
 
 def _hardware_change(
-    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, place: _NodePart
+    cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, users: _PartUsers
 ) -> Hardware | None:
-    if not set(cause.ranks) & set(place.ranks):
+    if not set(cause.ranks) & set(users.ranks):
         return None
     before_s = (node.health.taken_ns - event.first_ns) / _S
     is_recent = before_s <= _BEFORE_S
-    lasts = _lasts(node, place, event, is_recent=is_recent)
+    lasts = _lasts(node, users, event, is_recent=is_recent)
     if not lasts and not is_recent:
         return None
-    explains = lasts and place.known and _can_explain(cause, place, event)
-    ranks = sorted(place.ranks)
+    explains = lasts and users.certain and _can_explain(cause, users, event)
+    ranks = sorted(users.ranks)
     return Hardware(
-        node.health.host, ranks, event, round(before_s, 3), explains, place.own, before="look"
+        node.health.host, ranks, event, round(before_s, 3), explains, users.alone, before="look"
     )
 
 
-def _lasts(node: Node, place: _NodePart, event: HealthEvent, *, is_recent: bool) -> bool:
-    """Return whether what happened is still so: the part did not recover, or cannot.
+def _lasts(node: Node, users: _PartUsers, event: HealthEvent, *, is_recent: bool) -> bool:
+    """Return whether the effect of an event lasts: the part did not recover, or cannot.
 
     After an error long ago, a GPU that the driver still lists may have gone on.
     """
@@ -229,8 +232,8 @@ def _lasts(node: Node, place: _NodePart, event: HealthEvent, *, is_recent: bool)
     if not is_recent and event.part in gpus:
         return False
     if event.what == "xid":  # the process that the driver names cannot go on either
-        return place.own and (bool(event.pid) or xid(event.number).effect == "stops")
-    return place.own and event.what in _GPU_BROKE
+        return users.alone and (bool(event.pid) or xid(event.number).effect == "stops")
+    return users.alone and event.what in _GPU_BROKE
 
 
 def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int) -> list[Hardware]:
@@ -243,19 +246,19 @@ def hardware_of_slow(nodes: Sequence[Node], ranks: Collection[int], now_ns: int)
     """
     found = [
         Hardware(
-            node.health.host, place.ranks, event, (now_ns - event.first_ns) / _S, True, place.own
+            node.health.host, users.ranks, event, (now_ns - event.first_ns) / _S, True, users.alone
         )
-        for node, event, place in _placed(nodes, spans_nodes=len(nodes) > 1)
+        for node, event, users in _changes_with_users(nodes, spans_nodes=len(nodes) > 1)
         if event.what in _SLOWS
-        and place.known
-        and set(place.ranks) <= set(ranks)
+        and users.certain
+        and set(users.ranks) <= set(ranks)
         and _is_present(node, event, now_ns)
     ]
     return _sorted(found)
 
 
 def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
-    """Return whether a change is new, or its value is still what it became."""
+    """Return whether a change is new, or the changed value has stayed the same since."""
     if 0 <= now_ns - event.at_ns <= _BEFORE_S * _S:
         return True
     values = (source.get(event.part, {}) for source in node.health.values.values())
@@ -292,7 +295,7 @@ def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
     ]
 
 
-# --- what fits
+# --- changes that fit
 
 
 def _changes_everywhere(nodes: Sequence[Node]) -> set[What]:
@@ -300,7 +303,7 @@ def _changes_everywhere(nodes: Sequence[Node]) -> set[What]:
     parts: dict[What, set[tuple[str, str]]] = defaultdict(set)
     for node in nodes:
         for event in node.health.events:
-            if event.what in _COUNTED and _part_of_event(node, event, spans_nodes=True) is not None:
+            if event.what in _COUNTED and _users_of_part(node, event, spans_nodes=True) is not None:
                 parts[event.what].add((node.health.host, event.part))
     return {what for what, found in parts.items() if _are_most(nodes, what, len(found))}
 
@@ -315,58 +318,62 @@ def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:
     return comparable > 1 and found > comparable / 2
 
 
-def _part_of_event(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _NodePart | None:
-    """Return the ranks that an event of a node concerns; None if it is of a part that the job does
-    not use.
+def _users_of_part(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _PartUsers | None:
+    """Return the ranks that use the part in which an event happened; None if the job does not use
+    it.
     """
     named = [rank for rank, place in node.places.items() if event.pid and place.pid == event.pid]
     if named:
-        return _NodePart(named, own=True, known=True)
+        return _PartUsers(named, alone=True, certain=True)
     if event.part in node.health.networks or event.fault.startswith("network"):
-        return _network_place(node, event.part) if spans_nodes else None
+        return _users_of_network(node, event.part) if spans_nodes else None
     if event.what in _GPU or event.what in _PCIE:
-        return _gpu_place(node, event)
+        return _users_of_gpu(node, event)
     if event.what == "swapping":
-        return _swapped_place(node)
-    return _NodePart(sorted(node.places), own=False, known=True)
+        return _swapped_out(node)
+    return _PartUsers(sorted(node.places), alone=False, certain=True)
 
 
-def _swapped_place(node: Node) -> _NodePart | None:
-    """Return the ranks whose own memory is swapped out: that of other processes is their affair."""
+def _swapped_out(node: Node) -> _PartUsers | None:
+    """Return the ranks whose own memory is swapped out; None if only other processes' memory is."""
     ranks = [rank for rank, place in node.places.items() if place.swapped_bytes >= _SWAPPED_BYTES]
     return (
-        _NodePart(sorted(ranks), own=len(ranks) < len(node.places), known=True) if ranks else None
+        _PartUsers(sorted(ranks), alone=len(ranks) < len(node.places), certain=True)
+        if ranks
+        else None
     )
 
 
-def _network_place(node: Node, part: str) -> _NodePart | None:
+def _users_of_network(node: Node, part: str) -> _PartUsers | None:
     known = node.health.networks
     if known and part not in (*known, "tcp"):
         return None
-    return _NodePart(sorted(node.places), own=False, known=bool(known))
+    return _PartUsers(sorted(node.places), alone=False, certain=bool(known))
 
 
-def _gpu_place(node: Node, event: HealthEvent) -> _NodePart | None:
+def _users_of_gpu(node: Node, event: HealthEvent) -> _PartUsers | None:
     here = sorted(node.places)
     owners = [rank for rank, place in node.places.items() if place.gpu == event.part]
     if owners:
-        return _NodePart(owners, own=len(owners) < len(here) or len(here) == 1, known=True)
+        return _PartUsers(owners, alone=len(owners) < len(here) or len(here) == 1, certain=True)
     may_be_ours = event.what in _GPU and not node.gpus_known
-    return _NodePart(here, own=False, known=False) if may_be_ours else None
+    return _PartUsers(here, alone=False, certain=False) if may_be_ours else None
 
 
-def _placed(
+def _changes_with_users(
     nodes: Sequence[Node], *, spans_nodes: bool
-) -> Iterator[tuple[Node, HealthEvent, _NodePart]]:
-    """Yield the changes that did not happen everywhere, with the part that changed."""
+) -> Iterator[tuple[Node, HealthEvent, _PartUsers]]:
+    """Yield each change that did not happen everywhere: its node, the change, and the ranks that
+    use the part.
+    """
     everywhere = _changes_everywhere(nodes)
     for node in nodes:
         for event in node.health.events:
             if event.what in everywhere or event.what in _ENDS:
                 continue
-            place = _part_of_event(node, event, spans_nodes=spans_nodes)
-            if place is not None:
-                yield node, event, place
+            users = _users_of_part(node, event, spans_nodes=spans_nodes)
+            if users is not None:
+                yield node, event, users
 
 
 def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
@@ -377,33 +384,35 @@ def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
 
 
 def _fitting(
-    context: Context, scene: _Scene, node: Node, event: HealthEvent, place: _NodePart
+    context: Context, scene: _Scene, node: Node, event: HealthEvent, users: _PartUsers
 ) -> Hardware | None:
     """Return a change if it fits a fault."""
-    if not scene.began_ns or not scene.ranks & set(place.ranks):
+    if not scene.began_ns or not scene.ranks & set(users.ranks):
         return None
     after_s = _AFTER_S.get(event.fault, _SOON_S)
     early_s = (scene.began_ns - event.at_ns) / _S  # before the fault, at least
     if early_s > _BEFORE_S or (event.first_ns - scene.began_ns) / _S > after_s:
         return None
-    if _went_on(context, place.ranks, event):
+    if _went_on(context, users.ranks, event):
         return None
-    explains = place.known and early_s <= _NEAR_S and _can_explain(scene.cause, place, event)
+    explains = users.certain and early_s <= _NEAR_S and _can_explain(scene.cause, users, event)
     before_s = (scene.began_ns - event.first_ns) / _S
-    ranks = sorted(place.ranks)
-    return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, place.own)
+    ranks = sorted(users.ranks)
+    return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, users.alone)
 
 
-def _can_explain(cause: StuckInside | Missing | Dead, place: _NodePart, event: HealthEvent) -> bool:
+def _can_explain(
+    cause: StuckInside | Missing | Dead, users: _PartUsers, event: HealthEvent
+) -> bool:
     """Return whether an event can have such an effect."""
     return (
         event.what in _EXPLAINS[type(cause)]
         and not (event.what == "xid" and xid(event.number).effect == "sign")
-        and _fits_cause(cause, place, event)
+        and _fits_cause(cause, users, event)
     )
 
 
-def _fits_cause(cause: StuckInside | Missing | Dead, place: _NodePart, event: HealthEvent) -> bool:
+def _fits_cause(cause: StuckInside | Missing | Dead, users: _PartUsers, event: HealthEvent) -> bool:
     """Return whether ranks did what an event of this kind can explain.
 
     A rank that died was killed for memory only if the kernel says so of its own process. One that
@@ -413,7 +422,7 @@ def _fits_cause(cause: StuckInside | Missing | Dead, place: _NodePart, event: He
         return True
     if isinstance(cause, Missing):
         return cause.activity.why in _WAITING
-    return place.own or not isinstance(cause, Dead)
+    return users.alone or not isinstance(cause, Dead)
 
 
 def _went_on(context: Context, ranks: Sequence[int], event: HealthEvent) -> bool:
@@ -463,12 +472,12 @@ def _sorted(found: Collection[Hardware]) -> list[Hardware]:
     )
 
 
-# --- what follows
+# --- the decision
 
 
 def _decide(cause: StuckInside | Missing | Dead) -> None:
-    """Make the hardware the reason of ranks that are stuck inside for no other, and blame those
-    that cannot go on.
+    """If ranks are stuck in a collective without another known reason, make the hardware the
+    reason, and blame the ranks that cannot go on.
     """
     explaining = [each for each in cause.hardware if each.explains]
     if not explaining or not isinstance(cause, StuckInside) or cause.why != "in-collective":
