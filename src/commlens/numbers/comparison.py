@@ -49,7 +49,7 @@ from commlens.numbers.differences import (
     is_telling,
     must_be_equal,
 )
-from commlens.numbers.partings import Parting, SharedTensor, find_parting, first_other_op
+from commlens.numbers.divergence import Parting, SharedTensor, find_parting, first_other_op
 from commlens.numbers.weights import MASK, signed
 
 OPTIMIZER: Final = "optimizer"

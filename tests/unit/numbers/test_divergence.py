@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from commlens.model.numbers import OpLog, OpPlace, OpRun
-from commlens.numbers.partings import Parting, SharedTensor, find_parting, first_other_op
+from commlens.numbers.divergence import Parting, SharedTensor, find_parting, first_other_op
 
 RANKS = (0, 1, 2)
 WEIGHT = ("parameter", "weight")
