@@ -49,7 +49,7 @@ from commlens.numbers.differences import (
     is_telling,
     must_be_equal,
 )
-from commlens.numbers.divergence import Parting, SharedTensor, find_parting, first_other_op
+from commlens.numbers.divergence import Divergence, SharedTensor, find_divergence, first_other_op
 from commlens.numbers.weights import MASK, signed
 
 OPTIMIZER: Final = "optimizer"
@@ -105,7 +105,9 @@ class TensorComparison:
         self._history: dict[str, deque[Compared]] = {}
         self._found: set[tuple[str, tuple[int, ...]]] = set()
         self.other_ops: tuple[int, list[OpSide]] | None = None
-        """The first step in which ranks ran different ops, without a parting, and these ops."""
+        """The first step in which ranks ran different ops, although their values did not differ,
+        and these ops.
+        """
 
     def compare(
         self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
@@ -119,7 +121,7 @@ class TensorComparison:
             parts: the tables of these reports.
         """
         if check.source == EVERY_OP:
-            return self._parting(check, reports, parts)
+            return self._divergence(check, reports, parts)
         equal = [part for part in parts if must_be_equal(part, check)]
         found = [
             *(
@@ -382,12 +384,12 @@ class TensorComparison:
 
     # --- ops
 
-    def _parting(
+    def _divergence(
         self, check: CheckId, reports: Mapping[int, NumbersReport], parts: Sequence[RelatedTables]
     ) -> list[Diverged]:
         """Return the first op after which values differ that were alike when the step began."""
         logs = {rank: each.ops for rank, each in reports.items() if each.ops is not None}
-        found = find_parting(logs, list(_shared(parts))) if len(logs) > 1 else None
+        found = find_divergence(logs, list(_shared(parts))) if len(logs) > 1 else None
         if found is None:
             if self.other_ops is None and (ran := first_other_op(logs)):
                 self.other_ops = check.number, ran
@@ -397,7 +399,9 @@ class TensorComparison:
             return []
         for label in ("parameter", "buffer"):
             self._is_known(label, ranks, check)  # what differs from now on is a consequence
-        return [_cause_of_parting(check, found, ranks, sum(len(log.runs) for log in logs.values()))]
+        return [
+            _cause_of_divergence(check, found, ranks, sum(len(log.runs) for log in logs.values()))
+        ]
 
     # --- NaN
 
@@ -446,7 +450,7 @@ def _of_kinds(differences: Sequence[Difference], kinds: Collection[str]) -> list
     return [each for each in differences if each.key[0] in kinds]
 
 
-def _cause_of_parting(check: CheckId, found: Parting, ranks: list[int], ops: int) -> Diverged:
+def _cause_of_divergence(check: CheckId, found: Divergence, ranks: list[int], ops: int) -> Diverged:
     """Return as a cause the first op after which the ranks' values differ; ``ops``: that were
     compared.
     """

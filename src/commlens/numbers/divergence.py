@@ -1,6 +1,6 @@
 """The first op after which the ranks' values differ: a pure function of the ops that they ran.
 
-An op that gets the same inputs and gives other outputs has gone wrong, wherever it runs. Ranks may
+An op that gives different outputs for the same inputs has gone wrong, wherever it runs. Ranks may
 compute different values from different data, so other ops are looked at only where they write to a
 tensor that the ranks had alike when the step began.
 """
@@ -23,8 +23,8 @@ class SharedTensor(NamedTuple):
     digest: int
 
 
-class Parting(NamedTuple):
-    """Ranks whose values part, the most ranks first."""
+class Divergence(NamedTuple):
+    """An op after which ranks have different values; the side with the most ranks comes first."""
 
     position: int  # the first rank's number of ops before
     departure: Departure
@@ -32,7 +32,7 @@ class Parting(NamedTuple):
     sides: list[list[int]]
     hashes: list[int | None]  # of each side; None: the op does not run there
     ops: list[OpSide]
-    origins: list[OpSide]  # that made the input that differs
+    origins: list[OpSide]  # the ops that made the differing input
 
 
 class OpsOfRank(NamedTuple):
@@ -57,11 +57,13 @@ class _TensorChange(NamedTuple):
     digest: int
 
 
-def find_parting(logs: Mapping[int, OpLog], shared: Sequence[SharedTensor]) -> Parting | None:
+def find_divergence(logs: Mapping[int, OpLog], shared: Sequence[SharedTensor]) -> Divergence | None:
     """Return the first op after which values differ."""
     ranks = {rank: OpsOfRank(rank, log) for rank, log in sorted(logs.items())}
     found = [*_other_results(ranks), *_other_changes(ranks, shared)]
-    return min(found, key=lambda parting: (parting.position, bool(parting.origins)), default=None)
+    return min(
+        found, key=lambda divergence: (divergence.position, bool(divergence.origins)), default=None
+    )
 
 
 def first_other_op(logs: Mapping[int, OpLog]) -> list[OpSide]:
@@ -85,8 +87,8 @@ def first_other_op(logs: Mapping[int, OpLog]) -> list[OpSide]:
 # --- the same inputs, other outputs
 
 
-def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Parting]:
-    """Return the ops that gave ranks other outputs for the same inputs."""
+def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Divergence]:
+    """Return the ops that gave ranks different outputs for the same inputs."""
     results: dict[tuple[object, ...], dict[int, dict[tuple[int, ...], int]]] = {}
     for each in ranks.values():
         for position, run in enumerate(each.log.runs):
@@ -104,7 +106,7 @@ def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Parting]:
             index = _first_that_differs(list(outputs.values()))
             hashes = {rank: output[index] for rank, output in outputs.items()}
             op = ranks[min(positions)].log.runs[positions[min(positions)]].op
-            found.append(_parting("other-result", ("op-output", op), ranks, positions, hashes))
+            found.append(_divergence("other-result", ("op-output", op), ranks, positions, hashes))
     return found
 
 
@@ -117,8 +119,10 @@ def _first_that_differs(outputs: Sequence[tuple[int, ...]]) -> int:
 # --- other changes of tensors that were alike
 
 
-def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[SharedTensor]) -> list[Parting]:
-    """Return the first op, of each tensor that ranks had alike, after which they have not."""
+def _other_changes(
+    ranks: Mapping[int, OpsOfRank], shared: Sequence[SharedTensor]
+) -> list[Divergence]:
+    """Return for each tensor that ranks had alike the first op after which it differs."""
     changes = {
         rank: _changes(of_rank.log, [each for each in shared if rank in each.ranks])
         for rank, of_rank in ranks.items()
@@ -135,7 +139,7 @@ def _other_changes(ranks: Mapping[int, OpsOfRank], shared: Sequence[SharedTensor
                     rank: change.position if change else None for rank, change in now.items()
                 }
                 departure = _departure_of(ranks, positions)
-                found.append(_parting(departure, each.key, ranks, positions, hashes))
+                found.append(_divergence(departure, each.key, ranks, positions, hashes))
                 break
     return found
 
@@ -170,20 +174,20 @@ def _departure_of(ranks: Mapping[int, OpsOfRank], positions: Mapping[int, int | 
 # --- as data for the verdict
 
 
-def _parting(
+def _divergence(
     departure: Departure,
     key: Key,
     ranks: Mapping[int, OpsOfRank],
     positions: Mapping[int, int | None],
     hashes: Mapping[int, int | None],
-) -> Parting:
+) -> Divergence:
     by_hash: dict[int | None, list[int]] = {}
     for rank in sorted(positions):
         by_hash.setdefault(hashes[rank], []).append(rank)
     sides = sorted(by_hash.values(), key=lambda side: (-len(side), side))
     at = [positions[side[0]] for side in sides]
     members = [[ranks[rank] for rank in side] for side in sides]
-    return Parting(
+    return Divergence(
         min(position for position in positions.values() if position is not None),
         departure,
         key,
