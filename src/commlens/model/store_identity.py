@@ -21,17 +21,16 @@ class StoreIdentity(NamedTuple):
     store: str
     size: int
     ordinal: int
-    machine: str  # where the store's address or path means this store; empty: anywhere
 
 
 def identity_of(log: RankLog, made: HandMade) -> StoreIdentity:
-    """Return the identity of a group made by hand that a process is in."""
-    return StoreIdentity(
-        made.store,
-        made.size,
-        made.ordinal,
-        machine=log.host if made.store.startswith("localhost:") else "",
-    )
+    """Return the identity of a group made by hand that a process is in. This host is called by its
+    name, as other hosts call it.
+    """
+    host, _, rest = made.store.partition(":")
+    is_here = host == "localhost" and rest and log.host
+    store = f"{log.host}:{rest}" if is_here else made.store
+    return StoreIdentity(store, made.size, made.ordinal)
 
 
 def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:

@@ -235,6 +235,21 @@ def test_stores_of_two_hosts_are_two_stores() -> None:
     assert not judge(logs).culprits
 
 
+def test_a_store_is_one_whether_its_own_host_or_another_one_names_it() -> None:
+    """Rollouts on another node call the trainers' host by its name."""
+    logs = recorded(3)
+    for log in logs[2:]:
+        log.host = "other"
+        for op in log.collectives:
+            if (made := op.channel.group.hand_made) is not None:
+                made = msgspec.structs.replace(made, store=STORE.replace("localhost", "n03"))
+                group = msgspec.structs.replace(op.channel.group, hand_made=made)
+                op.channel = Channel(group, op.channel.device, op.channel.runs_ahead)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [1])
+    assert verdict.summary.startswith("rollout 1 never reached")
+
+
 def test_logs_without_groups_made_by_hand_stay_as_they_are() -> None:
     logs = Job(2).run(lambda job, _: iter([all_reduce(job.world, line=1)])).logs()
     assert all(a is b for a, b in zip(join_worlds([logs]), logs, strict=True))
