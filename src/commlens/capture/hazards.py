@@ -53,7 +53,7 @@ class Unwaited:
         self.open[key] = stack
 
     def found(self) -> Counter[int]:
-        """Return how many were never waited for, by stack."""
+        """Return the number of Works that were never waited for, by stack."""
         return self.freed + Counter(self.open.values())
 
 
@@ -62,7 +62,7 @@ class Hazards:
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.of_buffers: Callable[[], list[Hazard]] = list  # set where a BufferWatch runs
+        self.of_buffers: Callable[[], list[Hazard]] = list  # set if a BufferWatch runs
         self._not_a_member: Counter[int] = Counter()
         self._groups = MadeGroups()
 

@@ -18,10 +18,10 @@ from commlens.model.ranklog import End
 GuessKind = Literal[
     "value",  # a value of a tensor that another rank decides
     "object",  # an object that other ranks decide: gathered objects
-    "exchange",  # small tensors that other ranks were seen to give
+    "exchange",  # small tensors that other ranks sent in their runs
     "store",  # a key of the store that other ranks write
     "poll",  # whether a collective has completed
-    "source",  # whose message a receive from any source took
+    "source",  # the sender whose message a receive from any source took
     "file",  # a file that other ranks write
     "thread",  # several threads issue collectives: their order may differ in each run
 ]
@@ -35,7 +35,7 @@ class Issue(msgspec.Struct, frozen=True, tag="issue"):
 
 
 class ThreadWait(msgspec.Struct, frozen=True, tag="wait"):
-    """A thread waits for a collective or message: nothing of this thread goes on before its end."""
+    """A thread waits for a collective or message, and goes on when that has completed."""
 
     index: int  # of the Collective
     thread: int  # native thread id
@@ -50,7 +50,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
 
 
 class StoreCall(msgspec.Struct, frozen=True, tag="store"):
-    """The program writes a key into the job's store, or waits for some."""
+    """The program writes a key into the job's store, or waits for keys."""
 
     call: Collective
     """As in ``RankLog.keys_written`` or ``RankLog.store_wait``."""
@@ -70,7 +70,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 Event = Issue | ThreadWait | Setup | StoreCall | Leave
-"""One thing that a rank does."""
+"""An event of a rank."""
 
 
 class Guess(msgspec.Struct, frozen=True):

@@ -37,25 +37,26 @@ class _Fold:
 
     def graph(self) -> WaitGraph:
         graph = self.job.graph
-        through: dict[WaitNode, list[WaitNode]] = defaultdict(list)
+        waiting_in: dict[WaitNode, list[WaitNode]] = defaultdict(list)  # by collective
         for source in sorted(graph.edges):
             for target, edge in graph.edges[source].items() if source.kind == "wait" else ():
                 if target.kind == "at":
-                    through[target].append(source)
+                    waiting_in[target].append(source)
                 else:
-                    self._join([source.rank], edge, self._ends(target, edge))
-        # Join the ranks that wait in a collective and those that it waits for by class: there may
-        # be thousands of both.
-        for meeting, sources in through.items():
-            edge = graph.edges[sources[0]][meeting]
+                    self._add_edges([source.rank], edge, self._end_nodes(target, edge))
+        # Of a collective, find the end nodes once: thousands of ranks may wait in it, for thousands
+        # of others.
+        for collective, sources in waiting_in.items():
+            edge = graph.edges[sources[0]][collective]
             ends = {
                 end
-                for target, behind in graph.edges[meeting].items()
-                for end in self._ends(target, behind)
+                for target, its_edge in graph.edges[collective].items()
+                for end in self._end_nodes(target, its_edge)
             }
-            self._join([source.rank for source in sources], edge, ends)
+            self._add_edges([source.rank for source in sources], edge, ends)
         waiting = {pair: set().union(*by_op.values()) for pair, by_op in self._edges.items()}
         shown = _transitive_reduction(waiting)
+        # nodes whose ranks do not all wait for the same nodes
         parted = {
             start
             for start, end in shown
@@ -71,7 +72,7 @@ class _Fold:
                 GraphEdge(
                     source=start,
                     target=end,
-                    label=_in_which(self._edges[start, end]),
+                    label=_edge_label(self._edges[start, end]),
                     waiting=format_ranks(waiting[start, end]),
                     parted=start in parted,
                 )
@@ -79,46 +80,50 @@ class _Fold:
             ],
         )
 
-    def _join(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
-        op = _named(edge.op)
+    def _add_edges(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
+        """Add an edge from the class of each rank to each end. If the rank's box on the page names
+        a later op of the same channel, the edge names both ops.
+        """
+        op = _named_op(edge.op)
         ends = list(ends)
         for rank in ranks:
-            start = self._of_class(self.job.class_of[rank])
-            behind = self.job.block_of(rank)  # what its box names
+            start = self._class_node(self.job.class_of[rank])
+            in_box = self.job.block_of(rank)
             for end in ends:
                 self._edges[start, end][op].add(rank)
                 if (
-                    behind is not None
-                    and behind.op.channel == edge.op.channel
-                    and behind.op.sequence_number > edge.op.sequence_number
+                    in_box is not None
+                    and in_box.op.channel == edge.op.channel
+                    and in_box.op.sequence_number > edge.op.sequence_number
                 ):
-                    self._edges[start, end][_named(behind.op)].add(rank)
+                    self._edges[start, end][_named_op(in_box.op)].add(rank)
 
-    def _put(self, kind: str, number: int, node: GraphNode) -> int:
+    def _add_node(self, kind: str, number: int, node: GraphNode) -> int:
+        """Return the index of the node of this kind and number, which is added if it is new."""
         at = self._known.setdefault((kind, number), len(self.nodes))
         if at == len(self.nodes):
             self.nodes.append(node)
         return at
 
-    def _of_class(self, number: int) -> int:
-        return self._put(
+    def _class_node(self, number: int) -> int:
+        return self._add_node(
             "class",
             number,
             GraphNode(cls=number, root=self.job.classes[number].role in ("culprit", "awaited")),
         )
 
-    def _ends(self, target: WaitNode, edge: Edge) -> list[int]:
-        """Return the nodes at the end of a wait."""
+    def _end_nodes(self, target: WaitNode, edge: Edge) -> list[int]:
+        """Return the indices of the nodes at the end of a wait."""
         job = self.job
         if target.kind == "mismatch":
             mismatch = job.mismatches[target.detail]
             ends = {
                 job.class_of[rank]
-                for rank in _opposite(mismatch, edge.rank)
+                for rank in _awaited_in(mismatch, edge.rank)
                 if rank in job.class_of
             }
             if ends - {job.class_of[edge.rank]}:
-                return [self._of_class(number) for number in sorted(ends)]
+                return [self._class_node(number) for number in sorted(ends)]
             answer = mismatch.answer
             details = [answer.detail] if answer is not None and answer.detail else []
             node = GraphNode(
@@ -126,10 +131,10 @@ class _Fold:
                 lines=[phrase(next(iter(mismatch.ops.values()))), *details],
                 root=True,
             )
-            return [self._put("mismatch", target.detail, node)]
+            return [self._add_node("mismatch", target.detail, node)]
         if target.kind == "key":
             return [
-                self._put(
+                self._add_node(
                     "key",
                     target.detail,
                     GraphNode(title=capital(key_phrase(edge.op)), lines=["not written"], root=True),
@@ -145,18 +150,18 @@ class _Fold:
                 else f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
             )
             return [
-                self._put(
+                self._add_node(
                     "stuck",
                     target.detail,
                     GraphNode(title=title, lines=[op_phrase(edge.op)], root=True),
                 )
             ]
-        return [self._of_class(job.class_of[target.rank])] if target.rank in job.class_of else []
+        return [self._class_node(job.class_of[target.rank])] if target.rank in job.class_of else []
 
 
-def _opposite(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
-    """Return the ranks that a rank waits for in a mismatch: the culprits, or those that a culprit
-    met.
+def _awaited_in(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
+    """Return the ranks that a rank waits for in a mismatch: the culprits; for a culprit, the ranks
+    that it met.
     """
     if mismatch.tie:
         parties = mismatch.answer.parties if mismatch.answer is not None else ()
@@ -164,13 +169,13 @@ def _opposite(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
     return mismatch.others if rank in mismatch.culprits else mismatch.culprits
 
 
-def _named(op: Collective) -> NamedOp:
+def _named_op(op: Collective) -> NamedOp:
     if op.is_point_to_point or op.is_store_wait:
         return op.sequence_number, phrase(op), ""
     return op.sequence_number, f"{op.op} #{op.sequence_number}", label(op)
 
 
-def _in_which(by_op: Mapping[NamedOp, set[int]]) -> str:
+def _edge_label(by_op: Mapping[NamedOp, set[int]]) -> str:
     """Return the collectives of an edge in the order of their numbers: ``"broadcast #4 and
     all_reduce #6 of dp"``. Of several groups or messages, return the op of the most ranks and count
     the others.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from builders import Job, Stay, Step, all_reduce, collective
 from verdict_pages import edges, page_of
 
-from commlens.reports.verdict_page.wait_graph import NamedOp, _in_which
+from commlens.reports.verdict_page.wait_graph import NamedOp, _edge_label
 
 
 def test_a_cycle_has_an_edge_each_way() -> None:
@@ -89,7 +89,7 @@ def test_an_arrow_counts_the_ops_of_other_groups() -> None:
         (5, "broadcast #5", "tp"): {2, 3},
         (6, "all_reduce #6", "dp"): {4},
     }
-    assert _in_which(ops) == "broadcast #5 of tp and 2 more"
+    assert _edge_label(ops) == "broadcast #5 of tp and 2 more"
 
 
 def test_an_arrow_counts_messages_and_keys() -> None:
@@ -97,12 +97,12 @@ def test_an_arrow_counts_messages_and_keys() -> None:
         (number, f"recv #{number} from rank {rank}", ""): {rank + 1}
         for number, rank in ((3, 0), (4, 1), (5, 2))
     }
-    assert _in_which(messages) == "recv #5 from rank 2 and 2 more"
+    assert _edge_label(messages) == "recv #5 from rank 2 and 2 more"
     keys: dict[NamedOp, set[int]] = {
         (0, "store.wait of key 'best of 3'", ""): {1, 2},
         (0, "store.wait of key 'worst of 3'", ""): {3},
     }
-    assert _in_which(keys) == "store.wait of key 'best of 3' and 1 more"
+    assert _edge_label(keys) == "store.wait of key 'best of 3' and 1 more"
 
 
 def test_an_arrow_joins_the_ops_of_a_group_with_of_in_its_name() -> None:
@@ -110,4 +110,4 @@ def test_an_arrow_joins_the_ops_of_a_group_with_of_in_its_name() -> None:
         (4, "broadcast #4", "tower of experts"): {1},
         (6, "all_reduce #6", "tower of experts"): {2},
     }
-    assert _in_which(ops) == "broadcast #4 and all_reduce #6 of tower of experts"
+    assert _edge_label(ops) == "broadcast #4 and all_reduce #6 of tower of experts"
