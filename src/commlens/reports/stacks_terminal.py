@@ -78,8 +78,8 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
 
 
 def _key(frames: Stack) -> tuple[object, ...]:
-    """Return the frames that decide: addresses in C++ frames and commlens's own frames differ
-    between equal ranks.
+    """Return the frames that must be equal within a class. C++ frames, which hold addresses, and
+    commlens's own frames are left out: they differ between equal ranks.
     """
     return tuple(
         (frame.file, frame.line, frame.function)

@@ -72,9 +72,7 @@ def frames_of_thread(ident: int) -> list[tuple[CodeType, int | None, int]]:
 
 
 def waits_for_lock(ident: int) -> bool:
-    """Return whether a thread stands at a ``threading.Lock`` that is locked, to take it without a
-    timeout.
-    """
+    """Return whether a thread waits, without a timeout, for a ``threading.Lock`` that is locked."""
     place = frames_of_thread(ident)[:1]
     names = _lock_at(place[0][0], place[0][2]) if place else ()
     if not names:

@@ -30,40 +30,40 @@ Note = Callable[[str, Describe, FrameType | None], None]
 """Takes the op, a function that describes the collective, and the frame that called it."""
 
 
-def _telling(original: Any) -> Any:
+def _reporting_dispatch(original: Any) -> Any:
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = original(self, func, types, args, kwargs or {})
         namespace = getattr(func, "namespace", "")
         if (
             namespace in ("c10d", "_c10d_functional", "_dtensor")
-            and told.users
+            and listeners.users
             and not getattr(self, "issues_collectives", False)
             and TracingContext.try_get() is None
         ):
-            _tell(func, args, kwargs or {}, result, sys._getframe(1))
+            _report(func, args, kwargs or {}, result, sys._getframe(1))
         return result
 
     return dispatch
 
 
-told = SharedPatch(FakeTensorMode, "dispatch", _telling)
+listeners = SharedPatch(FakeTensorMode, "dispatch", _reporting_dispatch)
 """Each user, a :data:`Note`, is called for every collective on fake tensors."""
 
 
-def _tell(func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType | None) -> None:
+def _report(func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType | None) -> None:
     scope, outer = functional_scope, functional_scope.packet
     if func.namespace == "c10d":
         spec = _specs().get(func)
         if spec is None:
             return
-        name, describing = spec.name, functools.partial(_of_c10d, spec, args)
+        name, describe_it = spec.name, functools.partial(_describe_c10d, spec, args)
     else:
         names = [argument.name for argument in func._schema.arguments]
         if "group_name" not in names:
             return
         name = func._schema.name.partition("::")[2]
-        describing = functools.partial(
-            _of_functional,
+        describe_it = functools.partial(
+            _describe_functional,
             name,
             dict(zip(names, args, strict=False)) | kwargs,
             args,
@@ -71,8 +71,8 @@ def _tell(func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType | Non
         )
         scope.packet = public_packet(func._overloadpacket)
     try:
-        for note in told.users:
-            note(name, describing, frame)
+        for note in listeners.users:
+            note(name, describe_it, frame)
     finally:
         scope.packet = outer
 
@@ -82,14 +82,14 @@ def _specs() -> dict[Any, tap.OpSpec]:
     return dict(tap.ops())
 
 
-def _of_c10d(spec: tap.OpSpec, arguments: Any, groups: Any) -> tuple[InternedArgs, Any]:
+def _describe_c10d(spec: tap.OpSpec, arguments: Any, groups: Any) -> tuple[InternedArgs, Any]:
     group = groups.find(tap.unbox_group(arguments[spec.process_group]))
     return describe(spec, arguments, group), (
         arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
     )
 
 
-def _of_functional(
+def _describe_functional(
     name: str, given: dict[str, Any], arguments: Any, result: Any, groups: Any
 ) -> tuple[InternedArgs, Any]:
     group = groups.find(c10d._resolve_process_group(given["group_name"]))

@@ -153,7 +153,7 @@ class Tracer(tap.WaitSubscriber):
         torch_patches.add_tracer(self)
         tap.attach(self)
         marked_messages.add(self)
-        fake_tensors.told.add(self._on_fake_tensors)
+        fake_tensors.listeners.add(self._on_fake_tensors)
         if self.buffers is not None:
             self.buffers.start()
         if self.depth is Depth.OPS:
@@ -176,7 +176,7 @@ class Tracer(tap.WaitSubscriber):
             self.buffers.stop()
         tap.detach(self)
         marked_messages.remove(self)
-        fake_tensors.told.remove(self._on_fake_tensors)
+        fake_tensors.listeners.remove(self._on_fake_tensors)
         torch_patches.remove_tracer(self)
         self.modules.remove()
         self._step_hook.remove()
