@@ -424,3 +424,30 @@ ctypes.PyDLL(None).sleep(20)
         log = read_box(path)
         [last] = log.collectives[-1:]
         assert 1e9 < log.gave_up_ns - last.announced_ns < 19e9
+
+
+def test_a_work_without_a_key_of_its_own_is_not_in_flight(
+    ranks: Ranks, hooked: dict[str, str], native_cache: Path, tmp_path: Path
+) -> None:
+    """No completion hook tells of it, as of nccl2's Works that are complete from the start."""
+    program = (
+        BEGIN
+        + """
+nccl_like.native().set_works_have_keys(False)
+dist.all_reduce(torch.ones(4))
+time.sleep(5)
+dist.destroy_process_group()
+"""
+    )
+    ranks.run(
+        program,
+        tmp_path,
+        RECORD="1",
+        COMMLENS_ENGINE="native",
+        COMMLENS_NATIVE_DIR=str(native_cache),
+        TORCH_FR_BUFFER_SIZE="0",
+        **hooked,
+    )
+    for path in job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job"):
+        [op] = read_box(path).collectives
+        assert (op.state, op.learned_how) == (State.UNKNOWN, LearnedHow.UNKNOWN)

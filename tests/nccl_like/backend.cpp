@@ -89,6 +89,7 @@ PYBIND11_MODULE(nccl_like_native, module) {
   module.def("set_device_delay", [](double seconds) { Device::get().delay_s.store(seconds); });
   module.def("set_capturing", [](bool on) { capture_forbids_queries.store(on); });
   module.def("set_sync_returns_work", [](bool on) { sync_returns_work.store(on); });
+  module.def("set_works_have_keys", [](bool on) { works_have_keys.store(on); });
   module.def("set_completion_hooks", [](bool on) { has_completion_hooks.store(on); });
   module.def("set_eager", [](bool on) { connects_eagerly.store(on); });
   module.def("set_watchdogs_stuck", [](bool on) { watchdogs_are_stuck.store(on); });

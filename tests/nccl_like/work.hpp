@@ -14,6 +14,7 @@ inline std::atomic<int64_t> works_alive{0};
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
 #define NCCL_LIKE_HOOKS 1
 #endif
+inline std::atomic<bool> works_have_keys{true};  // a test's setting: else the address of a Work is its key
 inline std::atomic<bool> has_completion_hooks{false};  // a test's setting: as nccl2, the backend "nccl" of torch 2.15
 
 // Printed as ProcessGroupNCCL.cpp does, with the rank that torch puts before it.
@@ -143,7 +144,7 @@ class WorkNCCL : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return operation_->result; }
   uint64_t getSequencenumber() const override { return operation_->seq; }
 #ifdef NCCL_LIKE_HOOKS
-  uint64_t getCompletionKey() const override { return operation_->key; }
+  uint64_t getCompletionKey() const override { return works_have_keys.load() ? operation_->key : c10d::Work::getCompletionKey(); }
 #endif
   float getDuration() const override {
     TORCH_CHECK(operation_->timing, "getDuration only works if timing was enabled");

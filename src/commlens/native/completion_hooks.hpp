@@ -38,16 +38,16 @@ class CompletionHooks {
     return attach_to(backend, hooks) ? hooks : nullptr;
   }
 
-  // The backend's call returned this Work. Null if it has no key.
+  // The backend's call returned this Work. Null if it has no key of its own, only its address: no hook may ever tell of it.
   template <class Work>
   FlightPtr issued(const Work& work, uint64_t index, uint64_t offset, uint64_t since) {
     const auto key = key_of(work);
-    if (!key) return nullptr;
+    if (!key || *key == reinterpret_cast<uintptr_t>(&work)) return nullptr;
     auto flight = std::make_shared<Flight>(index, offset, since);
     uint64_t done = 0;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      // It may have completed before its call returned. An earlier one with this key belongs to another Work: keys may be addresses.
+      // It may have completed before its call returned.
       for (auto early = early_.rbegin(); early != early_.rend() && early->second >= since && !done; ++early)
         if (early->first == *key) done = early->second;
       if (!done) in_flight_[*key] = flight;
