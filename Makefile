@@ -19,7 +19,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast goldens coverage frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
+.PHONY: help demo test test-all test-fast goldens coverage frameworks clusters native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test]' \
 		accelerate lightning transformers 'ray[train]' deepspeed torchft --constraint constraints.txt
 	@touch $@
+
+clusters: $(VENV)/.ready ## Run jobs in a real Slurm on this machine (Debian: as root, with slurm-wlm and munge; what is missing is skipped)
+	$(VENV)/bin/python -m pytest tests/clusters -rs $(ARGS)
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
 	@$(VENV)/bin/python tests/native/native_check.py

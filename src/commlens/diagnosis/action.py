@@ -173,7 +173,9 @@ def _decide(finding: Finding, broken: Sequence[Hardware]) -> Decided:
 
 
 def _gone(cause: AnyCause | None) -> list[str]:
-    """Return the nodes that fell silent, of ranks that the others wait for."""
+    """Return the nodes that fell silent, or that the scheduler says have failed."""
+    if isinstance(cause, ToldByLogs):
+        return cause.nodes
     return sorted({node.host for node in cause.lost_nodes}) if cause is not None else []
 
 

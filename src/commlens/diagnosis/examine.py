@@ -266,11 +266,11 @@ def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
         added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
         added.findings = added.findings if added.is_fault else []
         return added
-    if told.ending not in TELL_WHY:
+    follows = isinstance(verdict.cause, Ended)
+    was_cancelled = told.ending == "cancelled" and told.before_errors and follows
+    if told.ending not in TELL_WHY and not was_cancelled:
         return verdict
-    if isinstance(verdict.cause, Ended) or (
-        isinstance(verdict.cause, Unrecorded) and told.ending in TAKE_A_PROCESS
-    ):
+    if follows or (isinstance(verdict.cause, Unrecorded) and told.ending in TAKE_A_PROCESS):
         for other in findings:
             other.root_cause = False
         findings = [finding, *findings]

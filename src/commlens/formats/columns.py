@@ -52,6 +52,8 @@ class EndingLine(NamedTuple):
     xid: int = 0  # the number of an Xid, where it is a GPU's error
     rank: int = -1  # whose process cannot reach torch's store; -1: the line has no rank
     listens: bool = False  # that process hosts the store, and could not listen for connections
+    node: str = ""  # that failed
+    before_errors: bool = False  # no rank had raised an exception before, in this log
 
 
 Status = tuple[int, int, int]

@@ -1106,6 +1106,8 @@ class ToldByLogs(Cause, tag="told-by-logs", kw_only=True):
     signals: list[str] = []
     ending: JobEnding | None = None
     lines: list[str] = []  # that tell the ending
+    nodes: list[str] = []  # that failed, as far as the lines name them
+    before_errors: bool = False  # one of these lines stands before the first exception of a rank
     listens: bool = False  # the ranks host torch's store, and could not listen for connections
     by_launcher: bool = False  # the launcher raised the exception
     listed: list[int] = []  # ranks of the communicator that NCCL's RAS lists as behind

@@ -181,3 +181,9 @@ def test_a_fault_that_comes_back(
 
 def test_no_action_without_a_fault() -> None:
     assert action_of(Verdict(summary="nothing is wrong")) is None
+
+
+def test_the_node_that_the_scheduler_names() -> None:
+    action = action_of(verdict_on(replace(told("node-failure"), nodes=["gpu-12"])))
+    assert action is not None
+    assert (action.do, action.nodes) == ("exclude-node", ["gpu-12"])

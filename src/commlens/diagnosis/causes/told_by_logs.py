@@ -7,6 +7,7 @@ They count only if the ranks' records show no fault.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from commlens.model.cause import (
@@ -194,6 +195,8 @@ def _ended(
         ending=ending,
         lines=list(dict.fromkeys(line.text for line in lines)),
         numbers=sorted({line.xid for line in lines if line.xid}),
+        nodes=sorted({*map(attrgetter("node"), lines)} - {""}),
+        before_errors=any(map(attrgetter("before_errors"), lines)),
     )
 
 

@@ -146,6 +146,8 @@ def _ended(cause: ToldByLogs) -> Words:
     if cause.ending in OF_THE_STORE:
         return _store_unreached(cause)
     summary, step = _ENDINGS[cause.ending]
+    if cause.nodes:
+        summary += f": {joined(cause.nodes)}"
     if cause.numbers:
         summary += f": {joined([f'Xid {one} ({xid(one).meaning})' for one in cause.numbers])}"
     return Words(

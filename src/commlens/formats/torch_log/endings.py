@@ -31,11 +31,12 @@ _LAUNCHED: Final = (
     r"CalledProcessError: Command '\['[^']*(?:python|torchrun|accelerate|deepspeed|mpirun)[^']*'"
 )
 _XID: Final = re.compile(r"NVRM: Xid \(PCI:[^)]{1,40}\): (\d{1,4})\b")
+_FAILED_NODE: Final = re.compile(r"srun: error: Node failure on (\S{1,255})")
 _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
     (
         "out-of-memory",
         re.compile(
-            r"slurmstepd: error: Detected \d+ oom[-_]kill event"
+            r"slurmstepd\S*: error: Detected \d+ oom[-_]kill event"
             r"|srun: error: \S+: tasks? [\d,-]+: Out Of Memory"
             r"|\bOOMKilled\b"
             r"|[Oo]ut of memory: Killed process \d+"
@@ -87,7 +88,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|Worker proc \S+ died unexpectedly"
         ),
     ),
-    ("cancelled", re.compile(r"slurmstepd: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ")),
+    ("cancelled", re.compile(r"slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ")),
     # sockets of torch's store
     (
         "store-unreachable",
@@ -150,6 +151,12 @@ def parse_ending(text: str) -> JobEnding | None:
     if ending == "gpu-error" and xid(parse_xid(text)).effect == "sign":
         return None
     return ending
+
+
+def parse_failed_node(text: str) -> str:
+    """Return the node of which a line of Slurm tells that it failed; empty if none."""
+    found = _FAILED_NODE.search(text)
+    return found[1] if found else ""
 
 
 def parse_xid(text: str) -> int:

@@ -19,7 +19,12 @@ from commlens.formats.columns import (
     stack_of,
 )
 from commlens.formats.torch_log import lines as L
-from commlens.formats.torch_log.endings import parse_ending, parse_rank_ending, parse_xid
+from commlens.formats.torch_log.endings import (
+    parse_ending,
+    parse_failed_node,
+    parse_rank_ending,
+    parse_xid,
+)
 from commlens.formats.torch_log.nccl_lines import Communicator, NcclCall, NcclLines, NcclPlace
 from commlens.model.cause import OF_THE_STORE
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
@@ -268,7 +273,9 @@ class LogParser:
             self._store_lines = [*others, told][-_STORE_LINES_MAX:]
         elif ending is not None and len(self._endings) < _NOTES_MAX:
             quoted = shorten(text, _UNREAD_MAX, placeholder=" ...")
-            self._endings.append(EndingLine(ending, quoted, parse_xid(text)))
+            raised = any(about.columns.exception for about in self._ranks.values())
+            told = EndingLine(ending, quoted, parse_xid(text), before_errors=not raised)
+            self._endings.append(told._replace(node=parse_failed_node(text)))
 
     def _rank_of(self, origin: L.Origin, group: L.NamedGroup | None) -> int:
         """Return the global rank that wrote a line; -1 if unknown."""

@@ -701,6 +701,29 @@ def test_a_scheduler_tells_why_the_job_ended(
     hold(f"dead/told-by-logs-{ending}", verdict)
 
 
+CLOSED = "".join(
+    f"[rank{rank}]: Traceback (most recent call last):\n"
+    f'[rank{rank}]:   File "/home/me/train.py", line 10, in <module>\n'
+    f"[rank{rank}]:     dist.all_reduce(x)\n"
+    f"[rank{rank}]: RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer\n"
+    for rank in (0, 2)
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "ending"),
+    [(f"{SLURM} ***\n{CLOSED}", "dead", "cancelled"), (f"{CLOSED}{SLURM} ***\n", "dead", None)],
+    ids=["before", "after"],
+)
+def test_a_job_that_was_cancelled_before_a_rank_raised(
+    tmp_path: Path, log: str, kind: str, ending: str | None
+) -> None:
+    """Somebody may cancel a job whose ranks have failed before: then that tells nothing."""
+    (tmp_path / "slurm-3.out").write_text(log)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, getattr(verdict.cause, "ending", None)) == (kind, ending)
+
+
 def test_the_strongest_reason_is_told_and_a_rank_that_failed_before_it(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     out_of_memory = "srun: error: node07: task 3: Out Of Memory\n"

@@ -7,6 +7,7 @@ import pytest
 from commlens.formats.torch_log.endings import (
     INTERESTING,
     parse_ending,
+    parse_failed_node,
     parse_rank_ending,
     parse_xid,
 )
@@ -18,6 +19,8 @@ ENDINGS = {
     f"{SLURM} DUE to PREEMPTION ***": "preemption",
     f"{SLURM} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***": "node-failure",
     f"{SLURM} ***": "cancelled",
+    # of several slurmd on one machine
+    "slurmstepd-n1: error: *** JOB 2 ON n1 CANCELLED AT 2026-11-30T01:27:38 ***": "cancelled",
     "srun: error: Node failure on gpu-12": "node-failure",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=913377.0. Some of the step": (
         "out-of-memory"
@@ -124,3 +127,8 @@ def test_mpirun_and_lightning_tell_how_a_rank_ended(
 ) -> None:
     assert parse_rank_ending(line) == ending
     assert ending is None or INTERESTING.search(line.encode()) is not None
+
+
+def test_the_node_that_failed() -> None:
+    assert parse_failed_node("srun: error: Node failure on gpu-12") == "gpu-12"
+    assert parse_failed_node(SLURM) == ""
