@@ -6,16 +6,12 @@ All jobs run in one launch, ``traced_jobs.py``.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import SOURCE
+from zygote_client import Zygote
 
 torch = pytest.importorskip("torch")
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
@@ -35,30 +31,11 @@ pytestmark = [pytest.mark.timeout(360), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
+def jobs(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
     """The traces of every job."""
     out = tmp_path_factory.mktemp("jobs")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{SOURCE}:{HERE}",
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(HERE / "traced_jobs.py"), str(out)]
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as done:
-        try:
-            printed, _ = done.communicate(timeout=340)
-        except subprocess.TimeoutExpired:
-            os.killpg(done.pid, 9)
-            printed = f"not done in time\n{done.communicate()[0]}"
-    assert done.returncode == 0, printed[-6000:]
+    printed = zygote.run(str(HERE / "traced_jobs.py"), str(out), folder=out, timeout_s=340)
+    assert printed.rstrip().endswith("[0, 0, 0, 0]"), printed[-6000:]
     return {
         name: RankTraces(map(commlens.Trace.load, sorted((out / name).glob("*.json"))))
         for name in traced_jobs.JOBS

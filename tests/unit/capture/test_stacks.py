@@ -103,6 +103,7 @@ def test_an_exception_whose_frames_are_all_of_commlens():
     hide_our_frames(names["error"])
 
 
+@pytest.mark.launches
 def test_the_main_thread_of_a_forked_process_has_its_own_id() -> None:
     program = """
 import os, sys, threading
@@ -119,6 +120,7 @@ os._exit([entry["tid"] for entry in found if entry["main"]] != [os.getpid()])
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     ("before", "is_locked_out"),
     [

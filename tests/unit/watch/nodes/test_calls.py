@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chosen import long
 
 from commlens.watch.nodes import bundles, exchange, known_nodes, periods
 from commlens.watch.nodes.ask import AskedNodes
@@ -19,6 +20,7 @@ from commlens.watch.nodes.meeting_places import Folder, Place, Store
 from commlens.watch.nodes.states import States
 
 dist = pytest.importorskip("torch.distributed")
+pytestmark = pytest.mark.launches  # serves a store, and waits for real periods
 COUNT = 8
 AT_ONCE_S = 10.0  # the nodes of these tests rest for 80 s
 
@@ -30,7 +32,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = AT_ONCE_S) -> An
     return result
 
 
-@pytest.fixture(params=["store", "folder"])
+@pytest.fixture(params=["store", long("folder")])  # test_folder_client.py has the same calls
 def place(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Place]:
     if request.param == "folder":
         yield Folder(tmp_path / "meet")

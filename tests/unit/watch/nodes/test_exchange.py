@@ -38,6 +38,7 @@ from commlens.watch.nodes.states import States
 from commlens.watch.nodes.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
+pytestmark = pytest.mark.launches
 
 
 Meet = Callable[..., Nodes]
