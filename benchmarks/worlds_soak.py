@@ -48,7 +48,7 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "quorums": (*IN_STEPS, "never joins", "wrong size", "old prefix"),
     "restart": ("late", "raises", "dies", "skips", "never joins", "old prefix"),
 }
-UNDECIDABLE = ("skips", "another order", "wrong size", "old prefix")
+UNDECIDABLE = ("skips", "another order", "wrong size", "old prefix", "stale address")
 """Faults after which two sides stand against each other: naming nobody is right, too."""
 OUTCOMES = (
     "right",

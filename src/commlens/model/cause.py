@@ -486,6 +486,8 @@ class Unwritten(Cause, tag="unwritten", kw_only=True):
     written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
     # the ranks wait for a TCPStore to be made: whether a process listens at its address
     listens: bool | None = None
+    # and the store of the group in which all other ranks wait for as many members
+    elsewhere: GroupName | None = None
 
 
 class RingWait(msgspec.Struct, frozen=True, omit_defaults=True):

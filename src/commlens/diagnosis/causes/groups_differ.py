@@ -246,7 +246,7 @@ def _calls(context: Context) -> _Calls:
 def _went_on(context: Context, rank: int) -> bool:
     """Return whether a rank waits in collectives, and not in a call that makes groups."""
     blocks = context.job.views[rank].blocks.values()
-    return bool(blocks) and not any(block.op.is_setup for block in blocks)
+    return bool(blocks) and not any(block.op.is_setup or block.op.is_store_wait for block in blocks)
 
 
 def _add_went_on(context: Context, ops: dict[int, Collective], others: list[int]) -> None:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import (
     MOTIONLESS,
     Case,
@@ -18,7 +19,7 @@ from commlens.diagnosis.causes.context import (
 )
 from commlens.diagnosis.causes.groups_differ import calls_that_differ
 from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode, writes_of_kind
-from commlens.model.cause import Confidence, NoRecord, Unrecorded, Unwritten
+from commlens.model.cause import Confidence, GroupName, NoRecord, Unrecorded, Unwritten
 from commlens.model.collective import Collective
 
 _LOG_TELLS_NOTHING = ("silent", "watchdog-stuck")
@@ -230,7 +231,7 @@ def _skipped_write(
 
 def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
     """Find the keys that ranks wait for where the records do not show who should write them. Nobody
-    is blamed.
+    is blamed, but for a store at another address than most ranks use.
 
     If all ranks wait like that, a process outside of the job may be meant to write the key, so they
     must have waited for long.
@@ -244,19 +245,25 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
     for node, edges in edges_of.items():
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
         blocked, listens = context.blocked_by([node]), _listens(context, edges)
+        elsewhere = _group_elsewhere(context, ranks, op) if listens is False else None
+        sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
+        decision = by_majority(sides) or UNDECIDED
+        culprits = list(decision.culprits)
         cause = Unwritten(
             # a client tries to connect again only after a pause
             kind="waiting" if listens and not context.waits_too_long(ranks) else "missing",
             why="unknown",
             root_cause=True,
-            blamed_by="undecided",
-            victims=sorted({*ranks, *blocked}),
-            confidence="low",
+            culprits=culprits,
+            blamed_by=decision.by,
+            victims=sorted({*ranks, *blocked} - {*culprits}),
+            confidence="medium" if culprits else "low",
             key=op.channel.group.name,
             ranks=ranks,
             waits=waits_of(context, edges),
             written_before=False,
             listens=listens,
+            elsewhere=elsewhere,
         )
         case = UnwrittenCase(cause, op, op.source, edges, blocked, involved=sorted(waiting))
         context.cases.append(case)
@@ -268,3 +275,24 @@ def _listens(context: Context, edges: list[Edge]) -> bool | None:
     """
     stores = [context.job.views[edge.rank].log.observation.store for edge in edges]
     return next((store.listens for store in stores if store is not None), None)
+
+
+def _group_elsewhere(context: Context, ranks: list[int], op: Collective) -> GroupName | None:
+    """Return the group made by hand, at another address than the store that these ranks wait for,
+    in which other ranks wait for as many members, while every rank of the job waits; else None.
+    """
+    views, waiting = context.job.views, defaultdict(list)
+    for rank in views.keys() - {*ranks}:
+        for call in views[rank].log.setups[-1:]:
+            if call.in_flight and _port(call) not in ("", _port(op)):
+                waiting[call.channel.group].append(rank)
+    if len(waiting) != 1 or not all(view.blocks for view in views.values()):
+        return None
+    ((group, came),) = waiting.items()
+    is_rest = len(group.ranks) == len(came) + len(ranks)
+    return GroupName(sorted(came), group.name) if is_rest else None
+
+
+def _port(op: Collective) -> str:
+    """Return the port of a store; empty if a group is made without one."""
+    return op.channel.group.name.partition("/")[0].partition(":")[2]

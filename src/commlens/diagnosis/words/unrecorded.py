@@ -356,6 +356,10 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
 def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
     op, ranks, listens = case.edges[0].op, case.cause.ranks, case.cause.listens
     seen = {None: "", False: ", where nobody listens", True: ", where a process listens"}
+    summary = waits + seen[listens]
+    if (elsewhere := case.cause.elsewhere) is not None:
+        others = ranks_and_verb(elsewhere.ranks, "waits", "wait")
+        summary += f"; {others} for {verb(ranks, 'a member', 'members')} at {elsewhere.name}"
     if listens:
         step = (
             "look at the process that listens there (ss -ltnp): it does not answer, or has come"
@@ -366,7 +370,7 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
     else:
         step = "find the processes that are to come there, or correct the store's world_size"
     return Words(
-        summary=f"{waits}{seen[listens]}",
+        summary=summary,
         explanation=prose(
             phrases.waiting(context, case.edges),
             phrases.waiting_behind(context, ranks, case.blocked),

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from builders import MS, START, S
 from goldens import hold
-from starting_ranks import WORLD, in_store, init, key, rank, verdict, wrote
+from starting_ranks import WORLD, call, in_store, init, key, rank, verdict, wrote
 
 from commlens.model.collective import State
 from commlens.model.ops import STORE_CLIENT, STORE_SERVER
@@ -162,6 +162,26 @@ def test_nobody_is_blamed_for_a_store_that_another_process_may_make(listens: boo
     assert (found.kind, found.culprits, found.victims) == (kind, [], [0, 1, 2, 3])
     assert found.cause.listens is listens
     hold(f"missing/store-of-an-unknown-process-{listens}".lower(), found)
+
+
+@pytest.mark.parametrize(
+    ("stray", "culprits"), [([1], [1]), ([1, 3], []), ([0, 1, 3], [2])], ids=["1", "tie", "3"]
+)
+def test_a_rank_that_looks_for_the_store_at_another_address(
+    stray: list[int], culprits: list[int]
+) -> None:
+    """The other members of the group wait for it where most ranks meet."""
+
+    def logs(store: str) -> list[RankLog]:
+        made = [call("new_group", range(WORLD), 10, name=f"{store}/dp") for _ in range(WORLD)]
+        return [in_constructor(n) if n in stray else rank(n, init(), made[n]) for n in range(WORLD)]
+
+    assert verdict(*logs("n03:29600")).cause.elsewhere is None
+    found = verdict(*logs("n03:1"))
+    assert (found.kind, found.culprits) == ("missing", culprits)
+    assert found.cause.elsewhere.name == "n03:1/dp"
+    if stray == [1]:
+        hold("missing/store-at-another-address", found)
 
 
 def test_a_client_is_not_kept_by_an_idle_rank_if_a_process_listens() -> None:
