@@ -211,8 +211,8 @@ def test_watchers_and_commands_learn_of_all_ranks_from_a_few(
         said = until(made[0], "of the tree").partition("slots ")[2].split()
         first_ranks = dict(map(int, pair.split("=")) for pair in said if "=" in pair)
         inner = made[first_ranks[1] // per_node]
-        asks = next(node for node in made if node is not inner and node.number)
         if count > 2 and inner.number:
+            asks = next(node for node in made if node is not inner and node.number)
             # stopped: were it killed, its ranks would start another one
             os.kill(inner.processes[0].pid, signal.SIGSTOP)
             (job,) = ask(asks, "status", made)
