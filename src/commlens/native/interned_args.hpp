@@ -19,7 +19,7 @@ namespace commlens {
 using Counter = std::atomic<uint64_t>;
 
 struct Channel {
-  PyRef python;  // commlens.tap.groups.Channel
+  PyRef python;  // commlens.tap.groups.LiveChannel
   std::atomic<uint64_t> blob{0};
   std::atomic<uint32_t> busy{0};  // the thread that is issuing on it now
   Counter numbers{0};
