@@ -153,7 +153,8 @@ def test_a_job_is_requeued_by_the_exit_status_until_the_fault_comes_again(
         KILLED,
         "commlens launch --nproc-per-node 2 --standalone --exit-by-action train.py\n"
         "status=$?; echo status $status\n"
-        "[ $status -ne 75 ] || scontrol requeue $SLURM_JOB_ID\n"
+        '[ $status -ne 75 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 5 ]'
+        ' || scontrol requeue "$SLURM_JOB_ID"\n'
         "exit $status",
     )
     job = slurm.submit(script, "-N1", "-n1", "--requeue", "--open-mode=append", f"--output={out}")

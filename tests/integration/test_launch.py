@@ -304,5 +304,8 @@ def test_the_exit_status_says_whether_to_start_a_job_again(bench: Bench) -> None
     ]
     assert [(one["do"], one["because"], one.get("attempts", 1)) for one in actions] == [
         ("retry", "killed", 1),
-        ("stop", "again", 2),
+        ("stop", "killed", 2),
     ]
+    other = bench.launch("--exit-by-action", "train.py", "--another")
+    other.end()
+    assert other.process.returncode == 75

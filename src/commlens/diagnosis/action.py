@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -16,6 +17,7 @@ from commlens.matching.errors import ErrorKind, known_error, names_backend, work
 from commlens.model.cause import (
     AnyCause,
     Cause,
+    CollectiveRef,
     Confidence,
     Dead,
     Departure,
@@ -70,8 +72,6 @@ _ERRORS: Final[Mapping[ErrorKind, Decided]] = MappingProxyType(
         **dict.fromkeys(
             (
                 "shared-gpu",
-                "no-such-gpu",
-                "port-taken",
                 "no-interface",
                 "shared-memory",
                 "locked-memory",
@@ -82,6 +82,8 @@ _ERRORS: Final[Mapping[ErrorKind, Decided]] = MappingProxyType(
             ("stop", "settings", "high"),
         ),
         **dict.fromkeys(("device-assert", "unused-parameters"), ("stop", "exception", "high")),
+        "no-such-gpu": ("stop", "settings", "medium"),
+        "port-taken": ("retry", "connection", "low"),  # often by the end of an earlier attempt
         "bad-kernel": ("stop", "exception", "medium"),
         "gpu-memory": ("stop", "memory", "medium"),
         **dict.fromkeys(
@@ -89,25 +91,32 @@ _ERRORS: Final[Mapping[ErrorKind, Decided]] = MappingProxyType(
             ("retry", "connection", "medium"),
         ),
         **dict.fromkeys(
-            ("old-driver", "fabric-manager", "nvls"), ("exclude-node", "hardware", "medium")
+            ("old-driver", "fabric-manager", "nvls"), ("exclude-node", "settings", "medium")
         ),
     }
 )
 _MEMORY: Final = re.compile(r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory")
+_DEVICE_BROKEN: Final = re.compile(
+    r"uncorrectable ECC|over nvlink|hardware error|no CUDA-capable|No CUDA GPUs|busy or unavailable"
+)
+_DEVICE: Final = re.compile(r"CUDA error|cuda error|cuDNN|CUBLAS_STATUS|HIP error")
+_REFUSED_FOR_GOOD: Final = re.compile(r"\b40[0134] Client Error|\bHTTP Error 40[0134]\b")
 _TRANSIENT: Final = re.compile(
-    r"\b(?:Connection\w*|BrokenPipe|Timeout\w*|URL|HTTP|DistNetwork|DistStore|IncompleteRead)Error\b"
-    r"|\b(?:ReadTimeout|ConnectTimeout)\b|\[Errno (?:5|70|110|111|112|113|116|121)\]"
-    r"|Stale file handle|Remote I/O error|Service Unavailable|Too Many Requests"
+    r"\b\w*(?:Connection|BrokenPipe|Timeout|URL|HTTP|DistNetwork|DistStore|IncompleteRead|Protocol"
+    r"|Disconnected|MaxRetry|ChunkedEncoding)\w*Error\b|RemoteDisconnected|\bIncompleteRead\b"
+    r"|\b(?:Read|Connect)Timeout\b|\[Errno (?:5|70|110|111|112|113|116|121)\]"
+    r"|Stale file handle|Remote I/O error|Service ?Unavailable|Too Many Requests|SlowDown"
+    r"|Temporary failure in name resolution|couldn't connect"
 )
 """Errors of a network, a server or a shared file system: the standard library's exceptions, those
-of requests and urllib3, and errno's names of Linux."""
+of requests, urllib3, aiohttp and botocore, and errno's names of Linux."""
 
 _ENDINGS: Final[Mapping[JobEnding | None, Decided]] = MappingProxyType(
     {
         "out-of-memory": ("stop", "memory", "medium"),
         "node-failure": ("exclude-node", "node-lost", "medium"),
         "preemption": ("retry", "preempted", "high"),
-        "evicted": ("retry", "preempted", "high"),
+        "evicted": ("retry", "killed", "low"),
         "time-limit": ("retry", "time-limit", "high"),
         "gpu-error": ("exclude-node", "hardware", "medium"),
         "cancelled": ("stop", "cancelled", "medium"),
@@ -122,14 +131,14 @@ def action_of(
     verdict: Verdict,
     *,
     hosts: Mapping[int, str] = MappingProxyType({}),
-    before: Sequence[Verdict] = (),
+    before: Sequence[Attempt] = (),
 ) -> Action | None:
     """Return what to do with the job; None if nothing is wrong, or it goes on with slow ranks.
 
     Args:
         verdict: of the job.
         hosts: of the ranks, as far as they are known.
-        before: verdicts of earlier attempts at the same job, the last one first.
+        before: earlier attempts at the same job, the last one first.
     """
     first = _first_fault(verdict)
     if first is None:
@@ -138,16 +147,32 @@ def action_of(
     if isinstance(cause, (Slow, Straggler)):
         return None
     broken = _broken(cause)
-    culprits = {hosts[rank] for rank in verdict.culprits or verdict.victims if rank in hosts}
+    do, because, confidence = _decide(first, broken)
+    nodes = _gone(cause) or sorted({each.node for each in broken}) or _hosts_of(verdict, hosts)
+    if because == "settings" and {*nodes} == {*hosts.values()}:
+        do = "stop"  # all nodes have them, or the only one
+    sure = confidence if first.certain and not broken else _lower(confidence, first.confidence)
     action = Action(
-        *_decide(first, broken),
-        nodes=_gone(cause) or sorted({each.node for each in broken} or culprits),
+        do,
+        because,
+        sure,
+        nodes,
         parts=sorted({each.event.part for each in broken}),
         since_ns=min((each.event.first_ns for each in broken), default=0),
         line=verdict.source,
         wait_s=cause.patience_s if isinstance(cause, Working) else None,
     )
-    return _with_attempts(action, verdict, hosts, before)
+    return _with_attempts(action, verdict, before)
+
+
+def _hosts_of(verdict: Verdict, hosts: Mapping[int, str]) -> list[str]:
+    """Return the hosts of the culprits, as far as they are known."""
+    return sorted({hosts[rank] for rank in verdict.culprits if rank in hosts})
+
+
+def _lower(one: Confidence, other: Confidence) -> Confidence:
+    order = get_args(Confidence)
+    return max(one, other, key=order.index)
 
 
 def _first_fault(verdict: Verdict) -> Finding | None:
@@ -211,7 +236,8 @@ _DONE_WITH_IT: Final[tuple[Outcome, ...]] = (
 
 def _missing(cause: Missing) -> Decided:
     left_order = cause.blamed_by in ("routine", "midway", "rounds", "recomputation", "majority")
-    if cause.locked_out or cause.over or left_order or cause.outcome in _DONE_WITH_IT:
+    finished = cause.outcome in _DONE_WITH_IT or {*cause.processes} == {"clean"}
+    if cause.locked_out or left_order or finished:
         return "stop", "program", cause.confidence
     if cause.activity.why in ("uninterruptible-io", "checkpoint-io", "data-loading"):
         return "retry", "data", "low"
@@ -221,17 +247,26 @@ def _missing(cause: Missing) -> Decided:
 def _stuck_inside(cause: StuckInside) -> Decided:
     if cause.state == "moving":
         return "wait", "working", "low"
+    if cause.state == "nobody-listens":
+        return "stop", "settings", "medium"
     return NOT_KNOWN if cause.state in ("held-up", "may-be-running") else ("retry", "stuck", "low")
 
 
 def _dead(cause: Dead) -> Decided:
     if cause.why == "out-of-memory":
         return "stop", "memory", "medium"
-    if cause.why == "killed":
-        return "retry", "crashed" if cause.signal in CRASHES else "killed", "low"
-    if cause.why == "exception":
-        return _raised(cause.error, "medium" if cause.doubt else "high")
-    return ("stop", "exception", "medium") if cause.why == "exit" else NOT_KNOWN
+    by_signal = cause.status.isdecimal() and int(cause.status) > _SHELL_SIGNAL
+    if cause.why == "exit" and not by_signal:
+        return "stop", "exception", "medium"
+    if cause.why == "killed" and cause.signal in CRASHES:
+        # one that no rank waits for, and after which no other failed, may have done its work
+        return ("retry", "crashed", "low") if cause.waits or cause.victims else NOT_KNOWN
+    if cause.why in ("killed", "exit"):
+        return "retry", "killed", "low"
+    return _raised(cause.error, "medium" if cause.doubt else "high")
+
+
+_SHELL_SIGNAL: Final = 128  # a shell exits with this and the signal of its child
 
 
 def _raised(text: str, confidence: Confidence) -> Decided:
@@ -243,16 +278,20 @@ def _raised(text: str, confidence: Confidence) -> Decided:
         return _ERRORS[known.kind]
     if _MEMORY.search(text):
         return "stop", "memory", "medium"
+    if _REFUSED_FOR_GOOD.search(text):
+        return "stop", "exception", "medium"
+    if _DEVICE_BROKEN.search(text):
+        return "exclude-node", "hardware", "medium"
     if _TRANSIENT.search(text) or (names_backend(text) and consequence_of(text) is not None):
         return "retry", "connection", "medium"
-    if not text or text.startswith(("KeyboardInterrupt", "SystemExit: 0")):
+    if not text or _DEVICE.search(text) or text.startswith(("KeyboardInterrupt", "SystemExit: 0")):
         return NOT_KNOWN
     return "stop", "exception", confidence
 
 
 def _ended(cause: Ended) -> Decided:
     if cause.how == "kept-address":
-        return "retry", "stale-address", "medium"
+        return ("retry", "stale-address", "medium") if cause.restarts else _PROGRAM
     return ("retry", "killed", "low") if cause.how == "from-outside" else NOT_KNOWN
 
 
@@ -271,6 +310,10 @@ def _told_by_logs(cause: ToldByLogs) -> Decided:
         return _raised(cause.exception, "medium")
     if cause.report == "store-lost":
         return "retry", "connection", "medium"
+    if cause.ending == "gpu-error" and not any(
+        xid(number).effect == "stops" for number in cause.numbers
+    ):
+        return "stop", "exception", "medium"
     return _ENDINGS.get(cause.ending, NOT_KNOWN)
 
 
@@ -323,33 +366,69 @@ the like are."""
 
 # --- earlier attempts
 
+SHORT_NS: Final = 3_600_000_000_000
+"""An attempt that lasted longer did not fail of what the next one failed of, unless both ended at
+the same collective."""
+_UNLUCKY: Final = 3
+"""How many short attempts in a row may be killed, at whatever line."""
 _MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
-    {"data", "connection", "stuck", "crashed", "killed", "memory", "not-known"}
+    {"data", "connection", "stuck", "crashed", "killed", "stale-address", "not-known"}
 )
 """Reasons that do not say why the fault should come back: if it does at the same line, either the
 program or the node is at fault."""
 
 
-def _with_attempts(
-    action: Action, verdict: Verdict, hosts: Mapping[int, str], before: Sequence[Verdict]
-) -> Action:
+class Attempt(msgspec.Struct):
+    """What counts of the verdict on an earlier attempt. Other versions' verdicts can be read."""
+
+    kind: str
+    source: str | None = None
+    collective: CollectiveRef | None = None
+    culprits: list[int] = []
+    action: Action | None = None
+    is_short: bool = False  # set by the reader: it lasted less than ``SHORT_NS``
+
+
+def attempt_of(verdict: Verdict, *, is_short: bool) -> Attempt:
+    """Return what counts of a verdict on an attempt."""
+    return Attempt(
+        verdict.kind, verdict.source, verdict.collective, verdict.culprits, verdict.action, is_short
+    )
+
+
+def _with_attempts(action: Action, verdict: Verdict, before: Sequence[Attempt]) -> Action:
     """Count the earlier attempts that ended with the same fault: a fault that comes back does not
     pass by itself.
     """
-    same = [*takewhile(lambda former: _fault(former) == _fault(verdict), before)]
-    if not same:
+    same = [*takewhile(partial(_is_same, action, verdict), before)]
+    alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
+    unlucky = action.because in ("killed", "crashed") and len(alike) >= _UNLUCKY - 1
+    if not same and not unlucky:
         return action
-    changed: dict[str, Any] = {"attempts": 1 + len(same)}
+    changed: dict[str, Any] = {"attempts": 1 + max(len(same), len(alike) if unlucky else 0)}
     if action.because in _MAY_BE_THE_PROGRAM and action.do != "stop":
-        changed |= {"do": "stop", "because": "again", "confidence": "medium"}
+        changed |= {"do": "stop", "confidence": "medium"}
         nodes = [{*each.action.nodes} if each.action is not None else set() for each in same]
         at_fault = {*action.nodes}.intersection(*nodes)
-        if len(at_fault) == 1 and len({*hosts.values()}) > 1 and verdict.culprits:
+        # a rank that is at fault on any node has a fault of the program
+        moved = any(each.culprits != verdict.culprits for each in same)
+        if len(at_fault) == 1 and moved:
             changed |= {"do": "exclude-node", "nodes": sorted(at_fault)}
     return msgspec.structs.replace(action, **changed)
 
 
-def _fault(verdict: Verdict) -> tuple[object, ...]:
-    """Return what makes two faults the same: kind, line and collective, whichever rank it hits."""
-    op = verdict.collective.op if verdict.collective is not None else ""
-    return verdict.kind, verdict.source, op
+def _reason(attempt: Attempt) -> Because | None:
+    return attempt.action.because if attempt.action is not None else None
+
+
+def _is_same(action: Action, verdict: Verdict, attempt: Attempt) -> bool:
+    """Return whether an earlier attempt ended with the same fault, whichever rank it hit: for the
+    same reason, at the same line or collective, as soon as this one or at the same number.
+    """
+    now, then = verdict.collective, attempt.collective
+    place = verdict.source, now and now.op
+    if _reason(attempt) != action.because or place == (None, None):
+        return False
+    if (verdict.kind, *place) != (attempt.kind, attempt.source, then and then.op):
+        return False
+    return attempt.is_short or (now is not None and now.sequence_number > 0 and now == then)

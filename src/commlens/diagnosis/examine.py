@@ -251,7 +251,6 @@ def examine_dumps(
         verdict = _with_told(verdict, told, verdict.looked_at or sources)
     if verdict.cause is not told:
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
-    verdict.action = action_of(verdict)
     return examined._replace(verdict=verdict)
 
 
@@ -264,6 +263,7 @@ def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
     findings = verdict.findings if verdict.is_fault else []
     if not findings:
         added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
+        added.action = action_of(added)
         added.findings = added.findings if added.is_fault else []
         return added
     follows = isinstance(verdict.cause, Ended)
@@ -277,7 +277,9 @@ def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
     else:
         finding.root_cause = False
         findings = [*findings, finding]
-    return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    added = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    added.action = action_of(added)
+    return added
 
 
 def _examine(

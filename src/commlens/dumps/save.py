@@ -8,6 +8,8 @@ commlens are ever deleted.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +41,7 @@ from commlens.errors import DumpError, FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation
 
+VERDICT: Final = "verdict.json"
 VERDICT_MAX: Final = 1 << 20
 """The most bytes of a saved verdict that are read."""
 EARLIER_MAX: Final = 8
@@ -119,6 +122,7 @@ def _choose_target(
         "schema": DUMP_SCHEMA,
         "job": folders[0].name,
         "began_ns": {host: began_ns},
+        **_run_of(folders),
     }
     if not began_ns:
         return dump_root / name, marker
@@ -400,28 +404,59 @@ def save_reports(
     return folder / f"index{suffix}.html"
 
 
-def earlier_verdicts(dump_root: Path, name: str) -> list[bytes]:
-    """Return the verdicts (JSON) that were saved of earlier runs of a program, the newest first.
+class EarlierVerdict(NamedTuple):
+    """The verdict (JSON) on an earlier run of a program."""
+
+    content: bytes
+    lasted_ns: int  # from the start of that run until the verdict was saved
+
+
+def earlier_verdicts(
+    dump_root: Path, folders: Sequence[Path], before_ns: int
+) -> list[EarlierVerdict]:
+    """Return the verdicts on earlier runs of the same command by the same user, the newest first.
 
     Args:
         dump_root: holds the dumps.
-        name: of this run's dump: program, start, and what tells its runs apart.
+        folders: of this run's black boxes.
+        before_ns: when this run began (Unix ns): later verdicts are of other runs beside it.
     """
-    found: list[tuple[int, bytes]] = []
+    program = _run_of(folders).get("program")
+    found: list[tuple[int, int, Path]] = []
     with contextlib.suppress(OSError):
-        for path in dump_root.iterdir():
-            if path.name == name or _program_of(path.name) != _program_of(name):
-                continue
+        for path in dump_root.iterdir() if program else ():
             with contextlib.suppress(OSError), opened_folder(path) as opened:
-                content, at_ns = peek(opened, "verdict.json", VERDICT_MAX), marked_at(opened)
-                if content and at_ns and time.time_ns() - at_ns < EARLIER_WITHIN_NS:
-                    found.append((at_ns, content))
-    return [content for _, content in sorted(found, reverse=True)[:EARLIER_MAX]]
+                marker = read_marker(opened) or {}
+                saved, began = marker.get("saved_ns"), marker.get("started_ns")
+                if not (isinstance(saved, int) and isinstance(began, int)):
+                    continue
+                is_recent = before_ns - EARLIER_WITHIN_NS < saved < before_ns
+                is_own = os.fstat(opened).st_uid == os.geteuid()
+                if marker.get("program") == program and is_recent and is_own:
+                    found.append((saved, saved - began, path))
+    verdicts = []
+    for _, lasted_ns, path in sorted(found, reverse=True)[:EARLIER_MAX]:
+        with contextlib.suppress(OSError), opened_folder(path) as opened:
+            verdicts.append(EarlierVerdict(peek(opened, VERDICT, VERDICT_MAX) or b"", lasted_ns))
+    return verdicts
 
 
-def _program_of(name: str) -> str:
-    """Return a dump's name without the time of its start and the ids after it."""
-    return _STAMP.split(name, maxsplit=1)[0]
+def _run_of(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return what a dump's marker says of its run: a digest of the command, and its start (Unix
+    ns); empty if no box is readable.
+    """
+    statuses: list[BoxStatus] = []
+    for box in [box for folder in folders for box in job_dirs.boxes(folder)]:
+        with contextlib.suppress(FormatError), OpenBox(box) as opened:
+            statuses.append(opened.status())
+    if not statuses:
+        return {}
+    script = min(statuses, key=lambda status: status.rank).script
+    program = hashlib.sha256(script.encode("utf-8", "replace")).hexdigest()[:16]
+    return {
+        "program": program,
+        "started_ns": min(status.created_ns for status in statuses),
+    }
 
 
 def discard_job(job_dir: Path) -> None:

@@ -178,6 +178,7 @@ def launch(argv: Sequence[str]) -> int:
     by_action = arguments.commlens_exit_by_action
     settings = _take_settings(arguments)
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
@@ -235,7 +236,8 @@ def launch(argv: Sequence[str]) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
         if not isinstance(error, ChildFailedError) and (advice := _advice(error)):
             print(f"commlens: this launcher did not join the job: {advice}.", file=sys.stderr)
-        return _exit_status(watcher, by_action=by_action)
+        # ended from outside, by Ctrl-C, scancel or a scheduler: that says nothing of a restart
+        return _exit_status(watcher, by_action=by_action and not isinstance(error, SignalException))
     finally:
         if tracing:
             _print_trace_summary(settings.trace_dir, since=started)
@@ -392,7 +394,9 @@ def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
 
 def _exit_status(watcher: Watcher | None, *, by_action: bool) -> int:
     """Return the exit status of a job that failed: 1, or what its verdict says to do."""
-    verdict = watcher.reporter.verdict if watcher is not None and by_action else None
+    if watcher is None or not by_action or not watcher.reporter.stands:
+        return 1
+    verdict = watcher.reporter.verdict
     if verdict is None or verdict.action is None:
         return 1
     return EXIT_STATUSES.get(verdict.action.do, 1)

@@ -941,6 +941,7 @@ class Dead(OfHardware, tag="dead", kw_only=True):
     ended_by_it: list[Rank] = []  # their processes ended after these
     signal: str = ""  # that ended the first of them: "SIGKILL"
     error: str = ""  # that it raised: its type and first line
+    status: str = ""  # with which it exited
     doubt: DeathDoubt | None = None
 
 

@@ -49,7 +49,6 @@ Because = Literal[
     "memory",
     "settings",
     "cancelled",
-    "again",
     "not-known",
 ]
 """Why.
@@ -62,8 +61,7 @@ ranks have entered does not complete. ``crashed``: a process ended by a signal o
 ``killed``: another process ended it. ``working``: ranks visibly work. ``program``: ranks disagree,
 wait for each other, or leave out what the others do. ``exception``: the program raised it, or
 exited with a status. ``memory``: there was not enough. ``settings``: of the job or the node, such
-as a port that is taken. ``cancelled``: a person ended the job. ``again``: an earlier attempt ended
-with the same fault.
+as a port that is taken. ``cancelled``: a person ended the job.
 """
 
 
@@ -73,7 +71,7 @@ class Action(msgspec.Struct, frozen=True, omit_defaults=True):
     do: Do
     because: Because
     confidence: Confidence
-    nodes: list[str] = []  # hosts to exclude; else those of the culprits, as far as they are known
+    nodes: list[str] = []  # hosts of the culprits, as far as they are known; those to exclude
     parts: list[str] = []  # of these nodes, that broke: a GPU's PCI address, a network interface
     since_ns: int = 0  # when the first of them broke, Unix ns; 0: nothing broke
     line: str | None = None  # of the program: file name and line number

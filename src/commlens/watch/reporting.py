@@ -6,10 +6,11 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -47,6 +48,9 @@ from commlens.watch.other_worlds import with_other_worlds
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import have_joined, one_run, read_logs
 from commlens.watch.stall import explains, leaves_standing
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.action import Attempt
 
 log = logging.getLogger("commlens")
 
@@ -338,7 +342,9 @@ class Reporter:
         self.say = say or say_to_stderr
         self.evidence = evidence
         self.verdict: Verdict | None = None  # the last one printed
-        self._former: list[Verdict] = []  # on faults of former workers, the last one first
+        self.stands = False  # the last verdict: the job has not gone on since
+        self._job_began_ns = self._began_ns = time.time_ns()  # the job's, and its workers'
+        self._former: list[Attempt] = []  # of former workers, the last one first
         self.before_restart = ""  # the last fault of the former workers, as its verdict puts it
         self.dump: Path | None = None  # the last one saved
         self.is_saving = False  # its page may be missing
@@ -355,8 +361,12 @@ class Reporter:
 
     def forget(self) -> None:
         """Forget the verdict and the evidence of former workers."""
-        if self.verdict is not None and self.verdict.is_fault:
-            self._former.insert(0, self.verdict)
+        if self.verdict is not None and self.verdict.is_fault and self.stands:
+            from commlens.diagnosis.action import SHORT_NS, attempt_of
+
+            is_short = time.time_ns() - self._began_ns < SHORT_NS
+            self._former = [attempt_of(self.verdict, is_short=is_short), *self._former[:7]]
+        self._began_ns, self.stands = time.time_ns(), False
         self.verdict = self.dump = self._diagnosed = None
         self.logs = []
         self.evidence.forget()
@@ -434,8 +444,7 @@ class Reporter:
         so it is only a notice.
         """
         self.verdict = verdict
-        with contextlib.suppress(Exception):  # the verdict is printed without it
-            self._decide_action(verdict)
+        self.stands = True
         if self.before_restart and verdict.is_fault and verdict.findings:
             said = sentence(f"Before the workers were restarted: {self.before_restart}")
             verdict.findings[0].evidence.append(said)
@@ -448,18 +457,26 @@ class Reporter:
             self.counts[verdict.kind] += 1
             self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
+        with contextlib.suppress(Exception):  # the verdict is printed and counts without it
+            self._decide_action(verdict)
 
     def _decide_action(self, verdict: Verdict) -> None:
-        """Add what to do with the job, by what is wrong and by what ended earlier attempts."""
-        from commlens.diagnosis.action import action_of
+        """Add what to do with the job, by what is wrong and by what ended earlier attempts. The
+        file server with these may be what does not answer.
+        """
+        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of
 
         before = list(self._former)
         if self._settings.dump_dir and verdict.is_fault:
-            name = save.dump_name(self._folders)
-            for content in save.earlier_verdicts(Path(self._settings.dump_dir), name):
-                with contextlib.suppress(msgspec.MsgspecError):
-                    before.append(msgspec.json.decode(content, type=Verdict))
+            root, began_ns = Path(self._settings.dump_dir), self._job_began_ns
+            for content, lasted_ns in save.earlier_verdicts(root, self._folders, began_ns):
+                with contextlib.suppress(Exception):  # another version's, or damaged
+                    attempt = msgspec.json.decode(content, type=Attempt)
+                    attempt.is_short = lasted_ns < SHORT_NS
+                    before.append(attempt)
         hosts = {log.rank: log.host for log in self.logs if log.host}
+        if time.time_ns() - self._began_ns >= SHORT_NS:
+            before = [msgspec.structs.replace(each, is_short=False) for each in before]
         verdict.action = action_of(verdict, hosts=hosts, before=before)
 
     def report_slow(self, verdict: Verdict) -> None:
@@ -712,4 +729,4 @@ def together(former: Verdict | None, verdict: Verdict) -> Verdict:
     if former is None or former.kind != "diverged":
         return verdict
     findings = [*former.findings, *verdict.findings][:_DIVERGED_MAX]
-    return Verdict.from_findings(findings, looked_at=former.looked_at)
+    return Verdict.from_findings(findings, looked_at=former.looked_at, action=verdict.action)

@@ -526,6 +526,7 @@ class Watcher:
             line = end_of_wait(ended, read_logs(list(members), {}, newest=_NEWEST)[0], now_ns)
         if line:
             self.reporter.tell(line)
+            self.reporter.stands = False
         else:
             self._stalls.stall = ended
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from commlens.diagnosis.action import action_of
+from commlens.diagnosis.action import Attempt, action_of, attempt_of
 from commlens.diagnosis.words.next_steps import action_phrase
 from commlens.model.cause import (
     CollectiveRef,
@@ -91,7 +91,16 @@ def verdict_on(
         (dead(error="RuntimeError: CUDA error: device-side assert triggered"), "stop", "exception"),
         (dead(error="RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed."), "retry", "killed"),
         (dead(error="KeyboardInterrupt"), "unknown", "not-known"),
+        (dead(error="RuntimeError: CUDA error: uncorrectable ECC error encountered"), "exclude-node", "hardware"),
+        (dead(error="RuntimeError: CUDA error: unknown error"), "unknown", "not-known"),
+        (dead(error="urllib3.exceptions.MaxRetryError: HTTPSConnectionPool"), "retry", "connection"),
+        (dead(error="botocore.exceptions.EndpointConnectionError: Could not connect"), "retry", "connection"),
+        (dead(error="socket.gaierror: [Errno -3] Temporary failure in name resolution"), "retry", "connection"),
+        (dead(error="requests.exceptions.HTTPError: 404 Client Error: Not Found"), "stop", "exception"),
+        (dead(error="DistNetworkError: The server socket has failed to listen: EADDRINUSE"), "retry", "connection"),
         (dead("exit"), "stop", "exception"),
+        (replace(dead("exit"), status="137"), "retry", "killed"),
+        (replace(dead("killed", signal="SIGABRT"), victims=[]), "unknown", "not-known"),
         (dead("killed", signal="SIGKILL"), "retry", "killed"),
         (dead("killed", signal="SIGSEGV"), "retry", "crashed"),
         (dead("out-of-memory", signal="SIGKILL"), "stop", "memory"),
@@ -108,6 +117,8 @@ def verdict_on(
         (missing(), "unknown", "not-known"),
         (missing(why="data-loading"), "retry", "data"),
         (missing("finished"), "stop", "program"),
+        (missing(over=True, processes=["terminated"]), "unknown", "not-known"),
+        (missing("key-missing", over=True, processes=["clean"]), "stop", "program"),
         (missing("extra-collective"), "stop", "program"),
         (missing(blamed_by="routine"), "stop", "program"),
         (missing(locked_out=[2]), "stop", "program"),
@@ -118,6 +129,9 @@ def verdict_on(
         (told("node-failure"), "exclude-node", "node-lost"),
         (told("cancelled"), "stop", "cancelled"),
         (told("process-failed"), "unknown", "not-known"),
+        (told("evicted"), "retry", "killed"),
+        (replace(told("gpu-error"), numbers=[31]), "stop", "exception"),
+        (replace(told("gpu-error"), numbers=[31, 79]), "exclude-node", "hardware"),
     ],
 )  # fmt: skip
 def test_the_table(
@@ -137,46 +151,82 @@ def test_the_node_and_the_part_that_broke() -> None:
 
 
 def earlier(
-    cause: Dead | StuckInside | Missing | ToldByLogs, line: str = "train.py:81", **moved: str
-) -> Verdict:
+    cause: Dead | StuckInside | Missing | ToldByLogs,
+    line: str = "train.py:81",
+    *,
+    culprit: int = 2,
+    hosts: dict[int, str] = HOSTS,
+    is_short: bool = True,
+) -> Attempt:
+    if cause.culprits:
+        cause = replace(cause, culprits=[culprit])
     verdict = verdict_on(cause, line)
-    verdict.action = action_of(
-        verdict, hosts={rank: moved.get(host, host) for rank, host in HOSTS.items()}
-    )
-    # as it is read from a file
-    return msgspec.json.decode(verdict.to_json(), type=Verdict)
+    verdict.action = action_of(verdict, hosts=hosts)
+    attempt = msgspec.json.decode(verdict.to_json(), type=Attempt)  # as it is read from a file
+    attempt.is_short = is_short
+    assert attempt == attempt_of(verdict, is_short=is_short)
+    return attempt
 
 
 KILLED = dead("killed", signal="SIGKILL")
+CRASHED = dead("killed", signal="SIGSEGV")
+MOVED = {0: "n0", 1: "n1", 2: "n2", 3: "n1"}
+LOST = missing(lost_nodes=[LostNode("n1", [2], 9.0, vanished=True)])
 
 
 @pytest.mark.parametrize(
-    ("cause", "before", "do", "because", "attempts"),
+    ("cause", "before", "do", "attempts"),
     [
-        (KILLED, [], "retry", "killed", 1),
-        (KILLED, [earlier(KILLED)], "exclude-node", "again", 2),
-        (KILLED, [earlier(KILLED, n1="n7")], "stop", "again", 2),
-        (KILLED, [earlier(KILLED, line="train.py:9")], "retry", "killed", 1),
-        (KILLED, [earlier(missing()), earlier(KILLED)], "retry", "killed", 1),
-        (stuck(), [earlier(stuck()), earlier(stuck())], "stop", "again", 3),
-        (missing(), [earlier(missing())], "exclude-node", "again", 2),
-        (told("preemption"), [earlier(told("preemption"))] * 3, "retry", "preempted", 4),
-        (missing("finished"), [earlier(missing("finished"))], "stop", "program", 2),
-        (dead("out-of-memory"), [earlier(dead("out-of-memory"))], "stop", "memory", 2),
+        (KILLED, [], "retry", 1),
+        (KILLED, [earlier(KILLED)], "stop", 2),
+        (KILLED, [earlier(KILLED, culprit=3)], "exclude-node", 2),
+        (KILLED, [earlier(KILLED, culprit=3, hosts={3: "n2"})], "stop", 2),
+        (KILLED, [earlier(KILLED, hosts=MOVED)], "stop", 2),
+        (KILLED, [earlier(KILLED, is_short=False)], "stop", 2),  # at the same collective
+        (KILLED, [earlier(KILLED, "train.py:9")], "retry", 1),
+        (KILLED, [earlier(KILLED, "train.py:9"), earlier(KILLED, "train.py:7")], "stop", 3),
+        (KILLED, [earlier(CRASHED)], "retry", 1),
+        (KILLED, [earlier(missing()), earlier(KILLED)], "retry", 1),
+        (stuck(), [earlier(stuck()), earlier(stuck())], "stop", 3),
+        (missing(), [earlier(missing())], "stop", 2),
+        (missing(), [earlier(LOST)], "unknown", 1),
+        (told("preemption"), [earlier(told("preemption"))] * 3, "retry", 4),
+        (missing("finished"), [earlier(missing("finished"))], "stop", 2),
+        (dead("out-of-memory"), [earlier(dead("out-of-memory"))], "stop", 2),
     ],
-)  # fmt: skip
+)
 def test_a_fault_that_comes_back(
-    cause: Dead | StuckInside | Missing | ToldByLogs,
-    before: list[Verdict],
-    do: Do,
-    because: Because,
-    attempts: int,
+    cause: Dead | StuckInside | Missing | ToldByLogs, before: list[Attempt], do: Do, attempts: int
 ) -> None:
     action = action_of(verdict_on(cause), hosts=HOSTS, before=before)
     assert action is not None
-    assert (action.do, action.because, action.attempts) == (do, because, attempts)
+    assert (action.do, action.attempts) == (do, attempts)
     if do == "exclude-node":
         assert action.nodes == ["n1"]
+
+
+def test_a_fault_at_another_collective_of_a_long_run_is_another_one() -> None:
+    now = verdict_on(KILLED)
+    now.collective = CollectiveRef("all_reduce", 8)
+    action = action_of(now, hosts=HOSTS, before=[earlier(KILLED, is_short=False)])
+    assert action is not None
+    assert (action.do, action.attempts) == ("retry", 1)
+
+
+@pytest.mark.parametrize(("hosts", "do"), [(HOSTS, "exclude-node"), ({2: "n1", 3: "n1"}, "stop")])
+def test_a_setting_that_all_nodes_have_is_no_broken_node(hosts: dict[int, str], do: Do) -> None:
+    cause = dead(error="RuntimeError: CUDA driver version is insufficient for CUDA runtime")
+    action = action_of(verdict_on(cause), hosts=hosts)
+    assert action is not None
+    assert action.do == do
+
+
+def test_an_action_is_not_surer_than_its_verdict() -> None:
+    verdict = verdict_on(missing("finished"))
+    verdict.findings[0].confidence = "low"
+    action = action_of(verdict)
+    assert action is not None
+    assert action.confidence == "low"
 
 
 def test_no_action_without_a_fault() -> None:

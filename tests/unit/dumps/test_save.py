@@ -77,26 +77,35 @@ class TestSaving:
         save_dump(live_job(tmp_path, job="job-2"), tmp_path / "dumps", {}, host="n03", keep=1)
         assert not saved.exists()
 
-    def test_earlier_verdicts_are_of_the_same_program_and_not_old(
+    def test_earlier_verdicts_are_of_the_same_command_and_user_and_not_old(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dumps = tmp_path / "dumps"
-        for number, name in enumerate(
-            ["train-20260101-000000-1", "train-20260101-000001-2", "eval-20260101-000000-3"]
+        for number in range(3):
+            job = live_job(tmp_path, job=f"job-{number}")
+            saved = save_dump(job, dumps, {}, host="n03", keep=9)
+            save_reports(saved, host="n03", page=b"", verdict=b"%d" % number)
+        marker = json.loads((saved / MARKER).read_text())
+        now = time.time_ns()
+
+        def found(**changed: object) -> list[bytes]:
+            (saved / MARKER).write_text(json.dumps(marker | changed))
+            return [each.content for each in earlier_verdicts(dumps, [job], now)]
+
+        assert found() == [b"2", b"1", b"0"]
+        for changed in (
+            {"program": "another"},
+            {"saved_ns": now + 1},
+            {"saved_ns": now - 8 * 86_400 * 10**9},
+            {"saved_ns": None},
         ):
-            folder = dumps / name
-            folder.mkdir(parents=True)
-            (folder / MARKER).write_text(
-                json.dumps({"schema": "commlens.dump/1", "saved_ns": time.time_ns() + number})
-            )
-            (folder / "verdict.json").write_bytes(b"%d" % number)
-        (dumps / "train-20260101-000002-4").mkdir()
-        (dumps / "train-20260101-000003-5").symlink_to(dumps / "train-20260101-000000-1")
-        assert earlier_verdicts(dumps, "train-20260201-000000-9") == [b"1", b"0"]
-        assert earlier_verdicts(dumps, "train-20260101-000001-2") == [b"0"]
-        assert earlier_verdicts(tmp_path / "none", "train-20260201-000000-9") == []
-        monkeypatch.setattr(time, "time_ns", lambda: 1 << 62)
-        assert earlier_verdicts(dumps, "train-20260201-000000-9") == []
+            assert found(**changed) == [b"1", b"0"]
+        (dumps / "link").symlink_to(saved)
+        assert len(found()) == 3
+        assert earlier_verdicts(tmp_path / "none", [job], now) == []
+        assert earlier_verdicts(dumps, [tmp_path / "none"], now) == []
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert found() == []
 
     def test_a_folder_of_somebody_elses_is_filled_but_never_marked(self, tmp_path: Path) -> None:
         target = tmp_path / "dumps" / dump_name([live_job(tmp_path)])

@@ -225,6 +225,7 @@ def _add_death(
         ended_by_it=peers,
         signal=view.exit.signal,
         error=view.exit.error,
+        status=view.exit.status,
         doubt=doubt,
     )
     op = most_waited(edges).op if edges else view.last_op

@@ -54,9 +54,8 @@ _BECAUSE: Final[Mapping[Because, str]] = MappingProxyType(
         "program": "each attempt will meet this fault of the program",
         "exception": "each attempt will meet this exception",
         "memory": "each attempt will need as much memory",
-        "settings": "each attempt will meet these settings",
+        "settings": "settings of the job or of a node are at fault",
         "cancelled": "it was cancelled",
-        "again": "the same fault has ended it before",
         "not-known": "",
     }
 )
@@ -709,5 +708,7 @@ def action_phrase(action: Action) -> str:
     do = _DO[action.do].format(nodes=joined(action.nodes) or "the node that broke")
     if not do:
         return ""
-    again = f" ({action.attempts} attempts in a row)" if action.attempts > 1 else ""
-    return f"{do}: {_BECAUSE[action.because]}{again}"
+    why = _BECAUSE[action.because]
+    if action.attempts > 1:
+        why = f"{action.attempts} attempts in a row ended with this fault"
+    return f"{do}: {why}"
