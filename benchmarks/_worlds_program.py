@@ -29,6 +29,7 @@ SIZES = json.loads(os.environ["SIZES"])
 AT_FAULT = os.environ["CULPRIT"] == f"{ROLE}:{RANK}"
 STEPS = 6
 total = torch.zeros(1, dtype=torch.float64)
+stores: list[dist.Store] = []  # kept: the end of a quorum's server would cut off who comes early
 
 
 def wait_for_a_file() -> None:
@@ -42,7 +43,7 @@ def store_of(member: int, size: int) -> dist.Store:
     port = PORT
     if AT_FAULT and FAULT == "stale address":
         port = int(os.environ["STALE_PORT"])
-    return dist.TCPStore(
+    store = dist.TCPStore(
         "127.0.0.1",
         port,
         size,
@@ -51,6 +52,8 @@ def store_of(member: int, size: int) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    stores.append(store)
+    return store
 
 
 def told(size: int, prefix: str) -> tuple[int, str]:
