@@ -82,31 +82,44 @@ def dump_name(folders: Sequence[Path]) -> str:
     Args:
         folders: of the job's live boxes, the first one named after the job.
     """
-    return _name_and_start(folders)[0]
+    return _name_of(folders, _statuses(folders))
 
 
-def _name_and_start(folders: Sequence[Path]) -> tuple[str, int]:
-    """Return the name, and when the first box was made (Unix ns; 0 if unknown)."""
-    job = job_dirs.safe_name(folders[0].name)
+def _statuses(folders: Sequence[Path]) -> list[BoxStatus]:
+    """Return the statuses of the black boxes that can be read, the lowest rank first."""
     statuses: list[BoxStatus] = []
-    for box in (
-        () if _STAMP.search(job) else [box for folder in folders for box in job_dirs.boxes(folder)]
-    ):
+    for box in [box for folder in folders for box in job_dirs.boxes(folder)]:
         with contextlib.suppress(FormatError), OpenBox(box) as opened:
             statuses.append(opened.status())
-    if not statuses:
-        return job, 0
-    began_ns = min(status.created_ns for status in statuses)
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began_ns // 1_000_000_000 % (1 << 36)))
-    program = Path(min(statuses, key=lambda status: status.rank).script.split(" ")[0]).stem.lstrip(
-        "-"
-    )
+    return sorted(statuses, key=lambda status: status.rank)
+
+
+def _is_stamped(folders: Sequence[Path]) -> bool:
+    """Return whether the job's own name holds the time of its start."""
+    return _STAMP.search(job_dirs.safe_name(folders[0].name)) is not None
+
+
+def _name_of(folders: Sequence[Path], statuses: Sequence[BoxStatus]) -> str:
+    job = job_dirs.safe_name(folders[0].name)
+    if not statuses or _is_stamped(folders):
+        return job
+    began_s = _began_ns(statuses) // 1_000_000_000 % (1 << 36)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began_s))
+    program = Path(statuses[0].script.split(" ")[0]).stem.lstrip("-")
     script = [job_dirs.safe_name(program, 40)] if program else []
     job = _NO_NAME.sub("", job, count=1)
-    return (
-        "-".join([job, stamp] if script and job.startswith(script[0]) else [*script, stamp, job]),
-        began_ns,
-    )
+    return "-".join([job, stamp] if script and job.startswith(script[0]) else [*script, stamp, job])
+
+
+def _began_ns(statuses: Sequence[BoxStatus]) -> int:
+    """Return when the first box was made (Unix ns); 0 if no box can be read."""
+    return min((status.created_ns for status in statuses), default=0)
+
+
+def _program(statuses: Sequence[BoxStatus]) -> str:
+    """Return a digest of the command, with its arguments; empty if no box can be read."""
+    script = statuses[0].script.encode("utf-8", "replace") if statuses else b""
+    return hashlib.sha256(script).hexdigest()[:16] if statuses else ""
 
 
 def _choose_target(
@@ -117,12 +130,15 @@ def _choose_target(
     It is the one of an earlier dump of the same run, perhaps of another node; never one of another
     run, which may have the same id.
     """
-    name, began_ns = _name_and_start(folders)
+    statuses = _statuses(folders)
+    name = _name_of(folders, statuses)
+    began_ns = 0 if _is_stamped(folders) else _began_ns(statuses)
     marker: dict[str, Any] = {
         "schema": DUMP_SCHEMA,
         "job": folders[0].name,
         "began_ns": {host: began_ns},
-        **_run_of(folders),
+        "program": _program(statuses),
+        "started_ns": _began_ns(statuses),
     }
     if not began_ns:
         return dump_root / name, marker
@@ -421,7 +437,7 @@ def earlier_verdicts(
         folders: of this run's black boxes.
         before_ns: when this run began (Unix ns): later verdicts are of other runs beside it.
     """
-    program = _run_of(folders).get("program")
+    program = _program(_statuses(folders))
     found: list[tuple[int, int, Path]] = []
     with contextlib.suppress(OSError):
         for path in dump_root.iterdir() if program else ():
@@ -439,24 +455,6 @@ def earlier_verdicts(
         with contextlib.suppress(OSError), opened_folder(path) as opened:
             verdicts.append(EarlierVerdict(peek(opened, VERDICT, VERDICT_MAX) or b"", lasted_ns))
     return verdicts
-
-
-def _run_of(folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what a dump's marker says of its run: a digest of the command, and its start (Unix
-    ns); empty if no box is readable.
-    """
-    statuses: list[BoxStatus] = []
-    for box in [box for folder in folders for box in job_dirs.boxes(folder)]:
-        with contextlib.suppress(FormatError), OpenBox(box) as opened:
-            statuses.append(opened.status())
-    if not statuses:
-        return {}
-    script = min(statuses, key=lambda status: status.rank).script
-    program = hashlib.sha256(script.encode("utf-8", "replace")).hexdigest()[:16]
-    return {
-        "program": program,
-        "started_ns": min(status.created_ns for status in statuses),
-    }
 
 
 def discard_job(job_dir: Path) -> None:
