@@ -343,7 +343,7 @@ def _by_world(numbers: Sequence[int], worlds: Worlds, of_group: str = "") -> lis
     parts = []
     for world in worlds.worlds:
         if ranks := [number - world.first for number in numbers if number in world.numbers]:
-            parts.append(_in_world(world, ranks) if len(worlds.worlds) > 1 else _some_ranks(ranks))
+            parts.append(_in_world(world, ranks) if worlds.are_several else _some_ranks(ranks))
     groups: dict[tuple[str, bool], list[int]] = {}
     for outsider in worlds.outsiders:
         if outsider.number in numbers:

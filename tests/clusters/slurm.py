@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
@@ -176,9 +176,9 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         made.close()
 
 
-def _wait_for(is_there: object, name: str) -> None:
+def _wait_for(is_there: Callable[[], bool], name: str) -> None:
     until = time.monotonic() + _UP_WITHIN_S
-    while not is_there():  # type: ignore[operator]
+    while not is_there():
         assert time.monotonic() < until, f"{name} did not start."
         time.sleep(0.2)
 

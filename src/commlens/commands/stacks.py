@@ -70,7 +70,7 @@ class StacksCommand:
             return 0
         script = (
             joined(sorted(world.name for world in worlds.worlds))
-            if len(worlds.worlds) > 1
+            if worlds.are_several
             else next((log.script for log in logs if log.script), "the job")
         )
         stand = "stands" if len(logs) == 1 else "stand"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -12,7 +11,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from commlens.diagnosis.index.process_exit import CRASHES
-from commlens.matching.error_texts import consequence_of
+from commlens.matching.error_texts import Failure, consequence_of, failure_of
 from commlens.matching.errors import ErrorKind, known_error, names_backend, worker_end
 from commlens.model.cause import (
     AnyCause,
@@ -95,22 +94,16 @@ _ERRORS: Final[Mapping[ErrorKind, Decided]] = MappingProxyType(
         ),
     }
 )
-_MEMORY: Final = re.compile(r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory")
-_DEVICE_BROKEN: Final = re.compile(
-    r"uncorrectable ECC|over nvlink|hardware error|no CUDA-capable|No CUDA GPUs|busy or unavailable"
+_FAILURES: Final[Mapping[Failure, Decided]] = MappingProxyType(
+    {
+        "memory": ("stop", "memory", "medium"),
+        "refused": ("stop", "exception", "medium"),
+        "broken-device": ("exclude-node", "hardware", "medium"),
+        "connection": ("retry", "connection", "medium"),
+        "device": NOT_KNOWN,
+        "interrupted": NOT_KNOWN,
+    }
 )
-_DEVICE: Final = re.compile(r"CUDA error|cuda error|cuDNN|CUBLAS_STATUS|HIP error")
-_REFUSED_FOR_GOOD: Final = re.compile(r"\b40[0134] Client Error|\bHTTP Error 40[0134]\b")
-_TRANSIENT: Final = re.compile(
-    r"\b\w*(?:Connection|BrokenPipe|Timeout|URL|HTTP|DistNetwork|DistStore|IncompleteRead|Protocol"
-    r"|Disconnected|MaxRetry|ChunkedEncoding)\w*Error\b|RemoteDisconnected|\bIncompleteRead\b"
-    r"|\b(?:Read|Connect)Timeout\b|\[Errno (?:5|70|110|111|112|113|116|121)\]"
-    r"|Stale file handle|Remote I/O error|Service ?Unavailable|Too Many Requests|SlowDown"
-    r"|Temporary failure in name resolution|couldn't connect"
-)
-"""Errors of a network, a server or a shared file system: the standard library's exceptions, those
-of requests, urllib3, aiohttp and botocore, and errno's names of Linux."""
-
 _ENDINGS: Final[Mapping[JobEnding | None, Decided]] = MappingProxyType(
     {
         "out-of-memory": ("stop", "memory", "medium"),
@@ -131,14 +124,12 @@ def action_of(
     verdict: Verdict,
     *,
     hosts: Mapping[int, str] = MappingProxyType({}),
-    before: Sequence[Attempt] = (),
 ) -> Action | None:
     """Return what to do with the job; None if nothing is wrong, or it goes on with slow ranks.
 
     Args:
         verdict: of the job.
-        hosts: of the ranks, as far as they are known.
-        before: earlier attempts at the same job, the last one first.
+        hosts: by rank as the verdict numbers them, as far as they are known.
     """
     first = _first_fault(verdict)
     if first is None:
@@ -152,7 +143,7 @@ def action_of(
     if because == "settings" and {*nodes} == {*hosts.values()}:
         do = "stop"  # all nodes have them, or the only one
     sure = confidence if first.certain and not broken else _lower(confidence, first.confidence)
-    action = Action(
+    return Action(
         do,
         because,
         sure,
@@ -162,7 +153,6 @@ def action_of(
         line=verdict.source,
         wait_s=cause.patience_s if isinstance(cause, Working) else None,
     )
-    return _with_attempts(action, verdict, before)
 
 
 def _hosts_of(verdict: Verdict, hosts: Mapping[int, str]) -> list[str]:
@@ -176,7 +166,7 @@ def _lower(one: Confidence, other: Confidence) -> Confidence:
 
 
 def _first_fault(verdict: Verdict) -> Finding | None:
-    """Return the finding that decides; of a job whose ranks wait for one that works, the wait."""
+    """Return the first root cause, which decides; if ranks wait for one that works, their wait."""
     faults = (each for each in verdict.findings if each.root_cause or verdict.kind == "waiting")
     return next(faults, None)
 
@@ -276,17 +266,16 @@ def _raised(text: str, confidence: Confidence) -> Decided:
     known = known_error(text)
     if known is not None and known.kind in _ERRORS:
         return _ERRORS[known.kind]
-    if _MEMORY.search(text):
-        return "stop", "memory", "medium"
-    if _REFUSED_FOR_GOOD.search(text):
-        return "stop", "exception", "medium"
-    if _DEVICE_BROKEN.search(text):
-        return "exclude-node", "hardware", "medium"
-    if _TRANSIENT.search(text) or (names_backend(text) and consequence_of(text) is not None):
-        return "retry", "connection", "medium"
-    if not text or _DEVICE.search(text) or text.startswith(("KeyboardInterrupt", "SystemExit: 0")):
-        return NOT_KNOWN
-    return "stop", "exception", confidence
+    failure = failure_of(text)
+    if (
+        failure in ("device", "interrupted", None)
+        and names_backend(text)
+        and consequence_of(text) is not None
+    ):
+        failure = "connection"
+    if failure is not None:
+        return _FAILURES[failure]
+    return ("stop", "exception", confidence) if text else NOT_KNOWN
 
 
 def _ended(cause: Ended) -> Decided:
@@ -367,10 +356,11 @@ the like are."""
 # --- earlier attempts
 
 SHORT_NS: Final = 3_600_000_000_000
-"""An attempt that lasted longer did not fail of what the next one failed of, unless both ended at
-the same collective."""
+"""Of attempts that lasted longer, only those are compared that ended at the same collective."""
 _UNLUCKY: Final = 3
-"""How many short attempts in a row may be killed, at whatever line."""
+"""After so many short attempts in a row that were killed or crashed, at whatever line, the program
+counts as the reason.
+"""
 _MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
     {"data", "connection", "stuck", "crashed", "killed", "stale-address", "not-known"}
 )
@@ -379,7 +369,9 @@ program or the node is at fault."""
 
 
 class Attempt(msgspec.Struct):
-    """What counts of the verdict on an earlier attempt. Other versions' verdicts can be read."""
+    """The part of a verdict on an earlier attempt that is compared. It can be read from verdicts of
+    other versions, too.
+    """
 
     kind: str
     source: str | None = None
@@ -390,16 +382,23 @@ class Attempt(msgspec.Struct):
 
 
 def attempt_of(verdict: Verdict, *, is_short: bool) -> Attempt:
-    """Return what counts of a verdict on an attempt."""
+    """Return the part of a verdict that is compared with later attempts."""
     return Attempt(
         verdict.kind, verdict.source, verdict.collective, verdict.culprits, verdict.action, is_short
     )
 
 
-def _with_attempts(action: Action, verdict: Verdict, before: Sequence[Attempt]) -> Action:
-    """Count the earlier attempts that ended with the same fault: a fault that comes back does not
-    pass by itself.
+def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
+    """Return a verdict's action. A retry becomes another action if earlier attempts ended with the
+    same fault: one that comes back does not pass by itself.
+
+    Args:
+        verdict: with its action.
+        before: earlier attempts at the same job, the last one first.
     """
+    action = verdict.action
+    if action is None:
+        return None
     same = [*takewhile(partial(_is_same, action, verdict), before)]
     alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
     unlucky = action.because in ("killed", "crashed") and len(alike) >= _UNLUCKY - 1
@@ -408,13 +407,21 @@ def _with_attempts(action: Action, verdict: Verdict, before: Sequence[Attempt]) 
     changed: dict[str, Any] = {"attempts": 1 + max(len(same), len(alike) if unlucky else 0)}
     if action.because in _MAY_BE_THE_PROGRAM and action.do != "stop":
         changed |= {"do": "stop", "confidence": "medium"}
-        nodes = [{*each.action.nodes} if each.action is not None else set() for each in same]
-        at_fault = {*action.nodes}.intersection(*nodes)
-        # a rank that is at fault on any node has a fault of the program
-        moved = any(each.culprits != verdict.culprits for each in same)
-        if len(at_fault) == 1 and moved:
-            changed |= {"do": "exclude-node", "nodes": sorted(at_fault)}
+        if node := _node_at_fault(action, verdict, same):
+            changed |= {"do": "exclude-node", "nodes": [node]}
     return msgspec.structs.replace(action, **changed)
+
+
+def _node_at_fault(action: Action, verdict: Verdict, same: Sequence[Attempt]) -> str | None:
+    """Return the node on which another rank was at fault in an earlier attempt; None if there is
+    none. A rank that is at fault on any node has a fault of the program. In a job of several worlds
+    the numbers of processes are the verdict's own, so they cannot be compared.
+    """
+    if verdict.worlds or all(each.culprits == verdict.culprits for each in same):
+        return None
+    nodes = [{*each.action.nodes} if each.action is not None else set() for each in same]
+    at_fault = {*action.nodes}.intersection(*nodes)
+    return at_fault.pop() if len(at_fault) == 1 else None
 
 
 def _reason(attempt: Attempt) -> Because | None:

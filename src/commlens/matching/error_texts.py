@@ -55,6 +55,39 @@ _REFUSED_ADDRESS = re.compile(
 _REFUSAL = re.compile(r"\bDistributedOperationException\b")
 
 
+Failure = Literal["memory", "refused", "broken-device", "connection", "device", "interrupted"]
+"""What a failed program's error is about, for whoever starts it again.
+
+``memory``: there was not enough. ``refused``: a server knows the request and refuses it.
+``broken-device``: a GPU or its link does not work any more. ``connection``: a network, a server or
+a shared file system did not answer. ``device``: a GPU's error that does not say whether the program
+or the device is at fault. ``interrupted``: by Ctrl-C.
+"""
+
+# The exceptions of torch, of the standard library, requests, urllib3, aiohttp and botocore, the
+# texts of CUDA, and errno's names on Linux. The first that matches counts.
+_FAILURES: Final[dict[Failure, str]] = {
+    "memory": r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory",
+    "refused": r"\b40[0134] Client Error|\bHTTP Error 40[0134]\b",
+    "broken-device": r"uncorrectable ECC|over nvlink|hardware error|no CUDA-capable|No CUDA GPUs"
+    r"|busy or unavailable",
+    "connection": r"\b\w*(?:Connection|BrokenPipe|Timeout|URL|HTTP|DistNetwork|DistStore"
+    r"|IncompleteRead|Protocol|Disconnected|MaxRetry|ChunkedEncoding)\w*Error\b"
+    r"|RemoteDisconnected|\bIncompleteRead\b|\b(?:Read|Connect)Timeout\b"
+    r"|\[Errno (?:5|70|110|111|112|113|116|121)\]|Stale file handle|Remote I/O error"
+    r"|Service ?Unavailable|Too Many Requests|SlowDown|Temporary failure in name resolution"
+    r"|couldn't connect",
+    "device": r"CUDA error|cuda error|cuDNN|CUBLAS_STATUS|HIP error",
+    "interrupted": r"^(?:KeyboardInterrupt|SystemExit: 0)",
+}
+_FAILURE_PATTERNS: Final = {name: re.compile(text) for name, text in _FAILURES.items()}
+
+
+def failure_of(text: str) -> Failure | None:
+    """Return what an error is about; None if its text does not show that."""
+    return next((name for name, found in _FAILURE_PATTERNS.items() if found.search(text)), None)
+
+
 def consequence_of(text: str | None) -> Consequence | None:
     """Return how an error may follow from another rank's; None if its text does not show that."""
     return next((name for name, found in _PATTERNS.items() if found.search(text or "")), None)

@@ -44,13 +44,18 @@ class Worlds(msgspec.Struct, frozen=True):
     presumed: tuple[Outsider, ...] = ()
 
     @property
+    def are_several(self) -> bool:
+        """Whether the job has several worlds: then a rank is known only together with its world."""
+        return len(self.worlds) > 1
+
+    @property
     def size(self) -> int:
         """The number of processes of all worlds."""
         return sum(world.size for world in self.worlds)
 
     def __bool__(self) -> bool:
         """Whether numbers differ from ranks."""
-        return len(self.worlds) > 1 or bool(self.outsiders)
+        return self.are_several or bool(self.outsiders)
 
 
 ONE_WORLD: Final = Worlds()

@@ -79,7 +79,7 @@ class JobAbort:
                 members = [
                     member for member in self._roster.current() if member.alive and member.here
                 ]
-                culprits = verdict.culprits if len(verdict.worlds.worlds) < 2 else []
+                culprits = verdict.culprits if not verdict.worlds.are_several else []
                 for member in [member for member in members if member.rank in culprits] or members:
                     error_file.write(process.environment(member.pid), str(verdict))
             self._signal_ranks(signal.SIGTERM)

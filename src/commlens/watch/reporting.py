@@ -457,14 +457,16 @@ class Reporter:
             self.counts[verdict.kind] += 1
             self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
-        with contextlib.suppress(Exception):  # the verdict is printed and counts without it
+        try:
             self._decide_action(verdict)
+        except Exception as error:  # the verdict was printed
+            log.debug("commlens: no action was decided: %s: %s", type(error).__name__, error)
 
     def _decide_action(self, verdict: Verdict) -> None:
-        """Add what to do with the job, by what is wrong and by what ended earlier attempts. The
-        file server with these may be what does not answer.
+        """Add what to do with the job, by what is wrong and by the faults that ended earlier
+        attempts. Only after the verdict is printed: the file server with these may not answer.
         """
-        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of
+        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
 
         before = list(self._former)
         if self._settings.dump_dir and verdict.is_fault:
@@ -474,10 +476,10 @@ class Reporter:
                     attempt = msgspec.json.decode(content, type=Attempt)
                     attempt.is_short = lasted_ns < SHORT_NS
                     before.append(attempt)
-        hosts = {log.rank: log.host for log in self.logs if log.host}
         if time.time_ns() - self._began_ns >= SHORT_NS:
             before = [msgspec.structs.replace(each, is_short=False) for each in before]
-        verdict.action = action_of(verdict, hosts=hosts, before=before)
+        verdict.action = verdict.action or action_of(verdict)
+        verdict.action = with_attempts(verdict, before)
 
     def report_slow(self, verdict: Verdict) -> None:
         """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the
@@ -576,7 +578,7 @@ class Reporter:
         if saved is None:
             return
         job, restart = next(
-            ((log.job, log.restart) for log in self.logs if log.job and len(log.worlds.worlds) < 2),
+            ((log.job, log.restart) for log in self.logs if log.job and not log.worlds.are_several),
             (folders[0].name, 0),
         )
         for node in self.evidence.remote.values():

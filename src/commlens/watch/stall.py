@@ -172,7 +172,7 @@ def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
     worlds = ONE_WORLD
     if verdict is not None:
         worlds, late = verdict.worlds, waited_for(verdict)
-        waited = {*verdict.victims, *verdict.culprits} if len(worlds.worlds) < 2 else set()
+        waited = {*verdict.victims, *verdict.culprits} if not worlds.are_several else set()
         for log in logs:
             ops = [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight]
             if log.rank in waited and any(op.state is State.FAILED for op in ops):
@@ -246,7 +246,7 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
     ]
     concerned: Iterable[int] = range(max((member.world_size for member in seen), default=0))
     if verdict.group is not None and verdict.kind.startswith("mismatch"):
-        concerned = verdict.group.ranks if len(verdict.worlds.worlds) < 2 else concerned
+        concerned = verdict.group.ranks if not verdict.worlds.are_several else concerned
     known = {member.rank for member in seen} | elsewhere | _never_started(verdict)
     if unseen := sorted(set(concerned) - known):
         with naming_worlds(verdict.worlds):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from commlens.diagnosis.action import Attempt, action_of, attempt_of
+from commlens.diagnosis.action import Attempt, action_of, attempt_of, with_attempts
 from commlens.diagnosis.words.next_steps import action_phrase
 from commlens.model.cause import (
     CollectiveRef,
@@ -22,7 +22,8 @@ from commlens.model.cause import (
     Why,
 )
 from commlens.model.health import HealthEvent, What
-from commlens.model.verdict import Because, Do, Finding, Verdict
+from commlens.model.verdict import Action, Because, Do, Finding, Verdict
+from commlens.model.worlds import JobWorld, Worlds
 
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
 
@@ -168,6 +169,13 @@ def earlier(
     return attempt
 
 
+def decided(verdict: Verdict, before: list[Attempt]) -> Action:
+    verdict.action = action_of(verdict, hosts=HOSTS)
+    action = with_attempts(verdict, before)
+    assert action is not None
+    return action
+
+
 KILLED = dead("killed", signal="SIGKILL")
 CRASHED = dead("killed", signal="SIGSEGV")
 MOVED = {0: "n0", 1: "n1", 2: "n2", 3: "n1"}
@@ -198,18 +206,22 @@ LOST = missing(lost_nodes=[LostNode("n1", [2], 9.0, vanished=True)])
 def test_a_fault_that_comes_back(
     cause: Dead | StuckInside | Missing | ToldByLogs, before: list[Attempt], do: Do, attempts: int
 ) -> None:
-    action = action_of(verdict_on(cause), hosts=HOSTS, before=before)
-    assert action is not None
+    action = decided(verdict_on(cause), before)
     assert (action.do, action.attempts) == (do, attempts)
     if do == "exclude-node":
         assert action.nodes == ["n1"]
 
 
+def test_numbers_of_processes_in_several_worlds_are_not_compared() -> None:
+    verdict = verdict_on(KILLED)
+    verdict.worlds = Worlds((JobWorld("trainer", 0, 2), JobWorld("rollout", 2, 2)))
+    assert decided(verdict, [earlier(KILLED, culprit=3)]).do == "stop"
+
+
 def test_a_fault_at_another_collective_of_a_long_run_is_another_one() -> None:
     now = verdict_on(KILLED)
     now.collective = CollectiveRef("all_reduce", 8)
-    action = action_of(now, hosts=HOSTS, before=[earlier(KILLED, is_short=False)])
-    assert action is not None
+    action = decided(now, [earlier(KILLED, is_short=False)])
     assert (action.do, action.attempts) == ("retry", 1)
 
 
