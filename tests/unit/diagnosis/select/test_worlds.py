@@ -46,9 +46,9 @@ def two_worlds(late: int) -> Job:
     return job.run(program)
 
 
-def recorded(late: int) -> list[RankLog]:
+def recorded(late: int, store: str = STORE) -> list[RankLog]:
     worlds = {TRAINER: range(2), ROLLOUT: range(2, 4)}
-    return as_recorded(two_worlds(late).logs(), worlds, {"weights": STORE})
+    return as_recorded(two_worlds(late).logs(), worlds, {"weights": store})
 
 
 @pytest.mark.parametrize(("late", "name"), [(3, "rollout 1"), (2, "rollout 0"), (0, "trainer 0")])
@@ -63,6 +63,17 @@ def test_two_worlds_that_meet_are_one_job(late: int, name: str) -> None:
     assert verdict.group.ranks == [2, 0, 1]  # trainer 0, rollouts 0 and 1
     assert judge(logs[::-1]) == verdict
     hold(f"worlds/{name.replace(' ', '-')}-late", verdict)
+
+
+@pytest.mark.parametrize(("late", "host"), [(3, "r"), (2, "r"), (0, "t")])
+def test_an_action_names_the_host_of_the_culprits_world(late: int, host: str) -> None:
+    """Both worlds have a rank 0 and a rank 1, on other hosts."""
+    hosts = {TRAINER: "t", ROLLOUT: "r"}
+    logs = recorded(late, "10.0.0.1:29600/weight_sync")
+    logs = [msgspec.structs.replace(log, host=hosts[log.job]) for log in logs]
+    action = judge(logs).action
+    assert action is not None
+    assert action.nodes == [host]
 
 
 @pytest.mark.parametrize(
