@@ -6,9 +6,9 @@ would keep tensors alive, and polling it queries an event, which breaks the capt
 torch's own recorder knows how far each backend is. It is asked when a group has issued nothing for
 seconds while one of its ops may be in flight. While the group is busy, it is asked rarely. Then the
 answer shows the ops that have completed, and of the others only those that have long been in
-flight: the rest may complete long before the next answer. Of a backend with completion hooks, only
-the entries of its recorder tell (:mod:`commlens.tap.backends` decides it): they are read while the
-group is quiet.
+flight: the rest may complete long before the next answer. For a backend with completion hooks
+(:mod:`commlens.tap.backends`), the entries of its recorder are read, and only while the group is
+quiet.
 """
 
 from __future__ import annotations
@@ -312,8 +312,8 @@ class DeviceQueues:
             self._tracker.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, how)
 
     def _look_at_hooked(self, now: int) -> None:
-        """Mark what has been in flight for so long that the completion hook, which may come a
-        second late, would have told. The hook itself marks what completed.
+        """Mark the ops that have been in flight for over 2 s: their completion hook, even a second
+        late, would have been called by now. The hook itself marks the completed ones.
         """
         still_open: list[Token] = []
         for token in self._hooked:

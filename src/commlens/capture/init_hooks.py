@@ -134,9 +134,11 @@ def _reader_by_position(names: Sequence[str]) -> Reader:
 
 
 _OF_STORE = ("store", "key", "second")
+# fmt: off
 _OF_TCP_STORE = (
-    *("self", "host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers"),
+    "self", "host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers",
 )
+# fmt: on
 _OF_GLOO = ("self", "store", "rank", "size")
 _STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _STORE_METHODS = {

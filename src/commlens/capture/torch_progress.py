@@ -3,8 +3,9 @@ device.
 
 Read from torch's sources, 2.6 to 2.13: the status of a backend holds three counters and needs no
 query of the device. The list of the ops in flight does query events, so it is read only while a
-program stands still. From 2.15 on, torch's hooks fill recorders of their own, which query none; of
-these, the entries tell, since the status counts all calls and has no number of a collective.
+program stands still. From torch 2.15 on, torch's hooks fill recorders of their own, which can be
+read without a query. Their entries are read, not their status: it counts all calls, not
+collectives.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class JobWorld(msgspec.Struct, frozen=True):
 
 
 class Outsider(msgspec.Struct, frozen=True):
-    """A member of a group made by hand that has not come to the group, or a rank that its world
-    does not have any more.
+    """A process without a record: a member that has not come to a group made by hand, or a rank
+    beyond the present size of its world.
     """
 
     number: int  # of the process, if it is presumed; else above the numbers of all worlds

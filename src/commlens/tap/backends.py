@@ -71,13 +71,17 @@ def backend_of(process_group: Any, device: str) -> Backend:
         and not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT),
         _timeout_ms(backend),
         completion,
-        # as torch's hooks name it
-        str(backend.name()).replace(":", "_") if has_hooks else "",
+        recorder_name(backend) if has_hooks else "",
     )
 
 
+def recorder_name(backend: Any) -> str:
+    """Return the name by which torch's hooks know the recorder of a backend."""
+    return str(backend.name()).replace(":", "_")
+
+
 def completion_of(backend: Any) -> Completion:
-    """Return how it is learned that an op of a backend is complete: the one place that decides it.
+    """Return how it is learned that an op of a backend is complete.
 
     Args:
         backend: the object of a backend; or its class, of which it is assumed that it has hooks if

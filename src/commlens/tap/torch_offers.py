@@ -111,9 +111,11 @@ def hooked_backends() -> set[str]:
     """Return the names of the backends whose calls torch's hooks record."""
     import torch.distributed.distributed_c10d as c10d
 
+    from commlens.tap.backends import recorder_name
+
     hooks = getattr(c10d._world, "pg_flight_recorder_hooks", {})
     return {
-        str(group._get_backend(device).name()).replace(":", "_")
+        recorder_name(group._get_backend(device))
         for group in list(hooks)
         for device in group._device_types
     }

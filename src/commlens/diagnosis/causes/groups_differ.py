@@ -244,7 +244,7 @@ def _calls(context: Context) -> _Calls:
 
 
 def _went_on(context: Context, rank: int) -> bool:
-    """Return whether a rank waits in collectives, and not in a call that makes groups."""
+    """Return whether a rank waits in collectives, not in a call that makes groups or in a store."""
     blocks = context.job.views[rank].blocks.values()
     return bool(blocks) and not any(block.op.is_setup or block.op.is_store_wait for block in blocks)
 

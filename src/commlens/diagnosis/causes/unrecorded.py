@@ -230,8 +230,8 @@ def _skipped_write(
 
 
 def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
-    """Find the keys that ranks wait for where the records do not show who should write them. Nobody
-    is blamed, but for a store at another address than most ranks use.
+    """Find the keys that ranks wait for and whose writer the records do not show. No rank is
+    blamed, except ranks that wait for a store at another address than most.
 
     If all ranks wait like that, a process outside of the job may be meant to write the key, so they
     must have waited for long.

@@ -186,9 +186,9 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
 
 
 def _follows_peer(log: RankLog, name: str, *, may: bool, of_torch: bool) -> bool:
-    """Return whether an exception follows from another rank's fault: its text may say so, and torch
-    raised it or a collective had failed; or that collective failed in the same step, and a wrapper,
-    as torchft's, kept the failure to itself.
+    """Return whether an exception follows from another rank's fault. Either its text may say so,
+    and torch raised it or a collective failed because of a peer. Or such a collective failed in the
+    same step, and a wrapper like torchft's hid that and raised an error of its own.
     """
     failed = _last_failed(log)
     if failed is None or not is_peer_error(failed.error):

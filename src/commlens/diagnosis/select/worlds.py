@@ -152,8 +152,8 @@ class _Groups:
         return None
 
     def number(self, world: JobWorld, rank: int) -> int:
-        """Return the number of a rank of a world; of one that the world has no more, as after it
-        was made again with fewer ranks, a number that no process has.
+        """Return the number of a world's rank. A rank beyond the world's size (the world was made
+        again with fewer ranks) gets a number that no process has.
         """
         if rank in range(world.size):
             return world.first + rank

@@ -175,7 +175,9 @@ def completion_unknown(channel: Channel) -> str:
                 " torch's own recorder was off (TORCH_FR_BUFFER_SIZE=0)."
             )
         case "unknown":
-            return f"the backend {channel.group.backend} tells nobody when a collective completes."
+            return (
+                f"the backend {channel.group.backend} does not report when a collective completes."
+            )
     return (
         "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8),"
         " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."

@@ -274,8 +274,10 @@ class LogParser:
         elif ending is not None and len(self._endings) < _NOTES_MAX:
             quoted = shorten(text, _UNREAD_MAX, placeholder=" ...")
             raised = any(about.columns.exception for about in self._ranks.values())
-            told = EndingLine(ending, quoted, parse_xid(text), before_errors=not raised)
-            self._endings.append(told._replace(node=parse_failed_node(text)))
+            xid, node = parse_xid(text), parse_failed_node(text)
+            self._endings.append(
+                EndingLine(ending, quoted, xid, node=node, before_errors=not raised)
+            )
 
     def _rank_of(self, origin: L.Origin, group: L.NamedGroup | None) -> int:
         """Return the global rank that wrote a line; -1 if unknown."""
