@@ -248,13 +248,21 @@ def examine_dumps(
     verdict = examined.verdict
     if told is not None:
         sources = count(len({dump.source for dump in dumps}), "text log")
-        verdict = _with_told(verdict, told, verdict.looked_at or sources)
+        looked_at = verdict.looked_at or sources
+        verdict = _with_told(verdict, told, looked_at, _hosts_of(examined.job))
     if verdict.cause is not told:
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
     return examined._replace(verdict=verdict)
 
 
-def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
+def _hosts_of(job: JobIndex) -> dict[int, str]:
+    """Return the hosts of the ranks, as far as they are known."""
+    return {rank: view.log.host for rank, view in job.views.items() if view.log.host}
+
+
+def _with_told(
+    verdict: Verdict, told: ToldByLogs, looked_at: str, hosts: Mapping[int, str]
+) -> Verdict:
     """Add the facts in the logs about the job as a whole: as its fault if the records show none, or
     show only that its ranks were ended; else a reason for its end as a finding of its own.
     """
@@ -263,7 +271,7 @@ def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
     findings = verdict.findings if verdict.is_fault else []
     if not findings:
         added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
-        added.action = action_of(added)
+        added.action = action_of(added, hosts=hosts)
         added.findings = added.findings if added.is_fault else []
         return added
     follows = isinstance(verdict.cause, Ended)
@@ -278,7 +286,7 @@ def _with_told(verdict: Verdict, told: ToldByLogs, looked_at: str) -> Verdict:
         finding.root_cause = False
         findings = [*findings, finding]
     added = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
-    added.action = action_of(added)
+    added.action = action_of(added, hosts=hosts)
     return added
 
 
@@ -316,8 +324,7 @@ def _examine(
     if verdict.kind == "healthy" and latent:
         verdict.summary = whole_job.first_line("nothing hangs", latent)
     verdict.findings = [*findings, *latent]
-    hosts = {rank: view.log.host for rank, view in job.views.items() if view.log.host}
-    verdict.action = action_of(verdict, hosts=hosts)
+    verdict.action = action_of(verdict, hosts=_hosts_of(job))
     return ExaminedJob(verdict, job, mismatches, graph)
 
 

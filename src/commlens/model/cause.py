@@ -181,6 +181,8 @@ class InitMeeting(msgspec.Struct, frozen=True, omit_defaults=True):
 
     size: int  # ranks that are to come
     came: list[Rank]
+    missing: list[Rank] = []  # that have not come
+    maker: Rank = 0  # makes the store, unless the launcher does
     address: str = ""  # where they meet, if it is of a host that was looked at
     listens: bool | None = None  # a process accepts connections there; None: unknown
     agent: bool = False  # their environment leaves the store to the launcher
@@ -486,7 +488,7 @@ class Unwritten(Cause, tag="unwritten", kw_only=True):
     written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
     # the ranks wait for a TCPStore to be made: whether a process listens at its address
     listens: bool | None = None
-    # and the store of the group in which all other ranks wait for as many members
+    # the group made by hand, with a store at another address, in which all other ranks wait
     elsewhere: GroupName | None = None
 
 
@@ -522,8 +524,8 @@ class UnmetMessage(msgspec.Struct, frozen=True):
 
 
 class AwaitedResult(msgspec.Struct, frozen=True):
-    """A key that one rank waits for, and that another one writes, which waits for the next command:
-    a collective of which the first rank is the root.
+    """Two ranks that wait for each other: one waits for a key that the other writes, and the other
+    waits for its next command, a collective whose root is the first.
     """
 
     rank: Rank  # that waits for the key
@@ -940,7 +942,7 @@ class Dead(OfHardware, tag="dead", kw_only=True):
     awaited: list[Rank] = []  # those of the ranks that the waits are for
     ended_by_it: list[Rank] = []  # their processes ended after these
     signal: str = ""  # that ended the first of them: "SIGKILL"
-    error: str = ""  # that it raised: its type and first line
+    error: str = ""  # that it raised, and NCCL's warnings before it
     status: str = ""  # with which it exited
     doubt: DeathDoubt | None = None
 

@@ -49,7 +49,8 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
     findings = [describe(job, found) for found in causes]
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
-        verdict.action = action_of(verdict)
+        by_rank = {one.rank: host.host for host in hosts for one in host.samples}
+        verdict.action = action_of(verdict, hosts=by_rank)
         return verdict
     finding = describe_none_waits(job, none_waits(job))
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked)
@@ -65,7 +66,7 @@ def _add_init_meeting(cause: AnyCause, job: SeenJob) -> None:
         if one.call is not None and one.call.op == "init_process_group"
     }
     if came and all(one.rank in came for one in job.stuck):
-        add_init_meeting(cause, job.world, came)
+        add_init_meeting(cause, range(job.world), came)
 
 
 def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -> None:

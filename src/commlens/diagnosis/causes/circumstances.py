@@ -99,31 +99,42 @@ def add_init_meetings(context: Context) -> None:
         op = case.op
         if op is None or op.op != "init_process_group":
             continue
+        ranks = op.channel.group.all_ranks
         came = {
             view.rank: view.log.observation.store
             for view in views
             for setup in view.log.setups
             if (setup.op, setup.sequence_number) == (op.op, op.sequence_number)
+            and view.rank in ranks
         }
-        add_init_meeting(case.cause, len(op.channel.group.all_ranks), came)
+        add_init_meeting(case.cause, ranks, came)
 
 
-def add_init_meeting(cause: Cause, size: int, came: Mapping[int, StoreSeen | None]) -> None:
+def _seen_store(makers: StoreSeen | None, stores: Sequence[StoreSeen]) -> StoreSeen | None:
+    """Return the store as its maker's host sees it, else as one where a process listens does."""
+    listening = next((each for each in stores if each.listens), None)
+    return makers or listening or next(iter(stores), None)
+
+
+def add_init_meeting(
+    cause: Cause, ranks: Sequence[int], came: Mapping[int, StoreSeen | None]
+) -> None:
     """Add to a cause which ranks have called ``init_process_group``. If all have, but no process
     listens at the store's address, no rank is to blame.
 
     Args:
         cause: of ranks that wait in ``init_process_group``.
-        size: how many ranks must call it.
+        ranks: those that must call it; the first one makes the store, unless the launcher does.
         came: the ranks that have called it, each with the store as seen from its host.
     """
+    maker = next(iter(ranks), 0)
     stores = [store for store in came.values() if store is not None]
-    store = came.get(0) or next(
-        (each for each in stores if each.listens), stores[0] if stores else None
-    )
+    store = _seen_store(came.get(maker), stores)
     cause.init = InitMeeting(
-        size,
+        len(ranks),
         sorted(came),
+        [rank for rank in ranks if rank not in came],
+        maker,
         store.address if store is not None else "",
         store.listens if store is not None else None,
         any(each.agent for each in stores),
@@ -131,8 +142,8 @@ def add_init_meeting(cause: Cause, size: int, came: Mapping[int, StoreSeen | Non
     if (
         isinstance(cause, StuckInside)
         and cause.init.listens is False
-        and len(came) == size
-        and (cause.init.agent or came.get(0) is not None)
+        and not cause.init.missing
+        and (cause.init.agent or came.get(maker) is not None)
     ):
         cause.kind, cause.root_cause, cause.state = "stuck-inside", True, "nobody-listens"
         cause.blamed_by, cause.confidence, cause.certain = "nobody", "high", True

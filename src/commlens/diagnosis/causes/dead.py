@@ -16,6 +16,7 @@ from commlens.matching.error_texts import distance_to_cause, refused_address
 from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended, Why
 from commlens.model.collective import Collective, Frame
 
+_ERROR_MAX = 4000
 _SAME_MOMENT_NS = 1_000_000_000
 # in which the same error differs between ranks: a rank, a size, an address, a segment's name
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|/dev/shm/\S+|\d+")
@@ -224,7 +225,7 @@ def _add_death(
         awaited=[node.rank for node in nodes],
         ended_by_it=peers,
         signal=view.exit.signal,
-        error=view.exit.error,
+        error=view.log.told_error[:_ERROR_MAX] if view.exit.error else "",
         status=view.exit.status,
         doubt=doubt,
     )

@@ -268,15 +268,28 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
     able = sorted(wrote.keys() - waits)
     if len(able) == 1:
         return able[0]
-    numbers = _DIGITS.findall(op.channel.group.name)
-    for at, number in enumerate(numbers):
-        if wrote and all(
-            _DIGITS.findall(write.channel.group.name)[at] == str(rank)
-            for rank, write in wrote.items()
-        ):
-            return int(number) if int(number) < job.size and int(number) not in waits else None
+    found, writer = _writer_in_key(op, wrote, job.size)
+    if found:
+        return writer if writer not in waits else None
     others = set(range(job.size)) - waits
     return others.pop() if not wrote and len(others) == 1 else None
+
+
+def _writer_in_key(
+    op: Collective, wrote: Mapping[int, Collective], size: int
+) -> tuple[bool, int | None]:
+    """Return whether keys of this kind hold the rank of their writer, in its own world, and the
+    writer that this key names; None if there is no such rank.
+    """
+    ranks = op.channel.group.ranks or range(size)
+    own = {ranks.index(rank): write for rank, write in wrote.items() if rank in ranks}
+    for at, number in enumerate(_DIGITS.findall(op.channel.group.name)):
+        if own and all(
+            _DIGITS.findall(write.channel.group.name)[at] == str(rank)
+            for rank, write in own.items()
+        ):
+            return True, ranks[int(number)] if int(number) < len(ranks) else None
+    return False, None
 
 
 def _waits_for(wait: Collective | None, op: Collective) -> bool:

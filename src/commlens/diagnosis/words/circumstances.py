@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from commlens.diagnosis.words.finding import Words
 from commlens.model.cause import Cause, InitMeeting, StuckInside
-from commlens.text import capital, joined, ranks_and_verb, ranks_phrase
+from commlens.text import capital, joined, rank_phrase, ranks_and_verb, ranks_phrase
 
 
 def with_lost_nodes(cause: Cause, words: Words) -> Words:
@@ -77,20 +77,20 @@ def with_init_meeting(words: Words, cause: Cause) -> Words:
 
 
 def _came_sentence(meeting: InitMeeting) -> str:
-    missing = sorted({*range(meeting.size)} - {*meeting.came})
-    if not missing:
+    if not meeting.missing:
         return f"All {meeting.size} ranks have come to init_process_group."
     came = f"{len(meeting.came)} of {meeting.size} ranks have come to init_process_group"
-    return f"{came}; {ranks_and_verb(missing, 'has', 'have')} not."
+    return f"{came}; {ranks_and_verb(meeting.missing, 'has', 'have')} not."
 
 
 def _nobody_listens(words: Words, meeting: InitMeeting) -> Words:
-    why = _AGENT if meeting.agent else "rank 0 is to make the store there, and has not"
+    maker = rank_phrase(meeting.maker)
+    why = _AGENT if meeting.agent else f"{maker} is to make the store there, and has not"
     step = (
         "leave out init_method, so that the ranks meet at the launcher's MASTER_ADDR and"
         f" MASTER_PORT, or pass {_MAKE_A_STORE}"
         if meeting.agent
-        else f"look at what rank 0 does in init_process_group, or pass {_MAKE_A_STORE}"
+        else f"look at what {maker} does in init_process_group, or pass {_MAKE_A_STORE}"
     )
     return words._replace(
         summary=(f"all ranks are in init_process_group, and nobody listens at {meeting.address}"),

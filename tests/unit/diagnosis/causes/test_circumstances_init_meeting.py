@@ -7,7 +7,10 @@ import pytest
 from goldens import hold
 from starting_ranks import init, rank, verdict
 
-from commlens.model.cause import StuckInside
+from commlens.diagnosis.causes.circumstances import add_init_meeting
+from commlens.diagnosis.words.circumstances import with_init_meeting
+from commlens.diagnosis.words.finding import Words
+from commlens.model.cause import InitMeeting, StuckInside
 from commlens.model.ranklog import RankLog, StoreSeen
 
 HERE = StoreSeen("127.0.0.1:29511", listens=True, agent=False)
@@ -60,3 +63,17 @@ def test_a_rank_that_has_not_come_is_named_wherever_the_store_is(life: int) -> N
     assert (meeting.size, meeting.came, meeting.listens) == (4, [0, 1, 3], False)
     evidence = " ".join(found.findings[0].evidence)
     assert "3 of 4 ranks" in evidence and "TORCHELASTIC_USE_AGENT_STORE" in evidence
+
+
+def test_the_ranks_of_a_second_world_meet_by_themselves() -> None:
+    """Processes 2 to 4 are ranks 0 to 2 of the second world; process 2 makes its store."""
+    found = verdict(*(come(number, CLOSED) for number in range(4)))
+    assert isinstance(found.cause, StuckInside)
+    cause = msgspec.structs.replace(found.cause, state="no-progress")
+    add_init_meeting(cause, range(2, 5), {2: CLOSED, 3: HERE})
+    assert cause.init == InitMeeting(3, [2, 3], [4], 2, CLOSED.address, listens=False)
+    assert cause.state == "no-progress"
+    add_init_meeting(cause, range(2, 5), dict.fromkeys(range(2, 5), CLOSED))
+    assert cause.state == "nobody-listens"
+    said = with_init_meeting(Words(""), cause)
+    assert "rank 2 is to make the store there" in said.explanation.lower()
