@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
+from commlens.model.grouping import grouped
 from commlens.model.ops import BARRIERS, STORE_CLIENT, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
@@ -344,10 +345,11 @@ def _by_world(numbers: Sequence[int], worlds: Worlds, of_group: str = "") -> lis
     for world in worlds.worlds:
         if ranks := [number - world.first for number in numbers if number in world.numbers]:
             parts.append(_in_world(world, ranks) if worlds.are_several else _some_ranks(ranks))
-    groups: dict[tuple[str, bool], list[int]] = {}
-    for outsider in worlds.outsiders:
-        if outsider.number in numbers:
-            groups.setdefault((outsider.group, outsider.size > 0), []).append(outsider.member)
+    groups = grouped(
+        ((outsider.group, outsider.size > 0), outsider.member)
+        for outsider in worlds.outsiders
+        if outsider.number in numbers
+    )
     parts += [
         _some_ranks(members, "member", "members") + of_group.format(name)
         if of_a_group

@@ -13,6 +13,7 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.model.collective import Frame
+from commlens.model.grouping import grouped
 
 Value = bool | int | float
 
@@ -174,12 +175,12 @@ def doubtful(
         calls: the number of calls that each rank issues before it waits for ever; decisions after
             these do not matter. None: all calls.
     """
-    lines: dict[tuple[str, int, How], list[tuple[BranchLine, float]]] = {}
-    for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True):
-        for each in own:
-            if each.is_open:
-                place = each.frame.file, each.frame.line, each.how
-                lines.setdefault(place, []).append((each, issued))
+    lines = grouped(
+        ((each.frame.file, each.frame.line, each.how), (each, issued))
+        for own, issued in zip(decisions, calls or [math.inf] * len(decisions), strict=True)
+        for each in own
+        if each.is_open
+    )
     apart = [met for met in lines.values() if _may_part(met, len(decisions))]
     return merged(each for met in apart for each, _ in met)
 

@@ -22,6 +22,7 @@ from commlens.check.prediction import (
     predict,
 )
 from commlens.check.sequence import Issue, RankSequence, Setup
+from commlens.model.grouping import grouped
 
 _CORNERS = 27
 _RUNS = 192  # ranks to run at most
@@ -138,10 +139,10 @@ class _Search:
         """
         for each in self._dimensions:
             inner = () if each in self._meshes else self._meshes[:-1]
-            alike: dict[tuple[int, ...], list[int]] = {}
-            for rank in range(0, each.stride * each.size, each.stride):
-                kind = tuple(self._nearest_class(mesh, mesh.position(rank)) for mesh in inner)
-                alike.setdefault(kind, []).append(rank)
+            alike = grouped(
+                (tuple(self._nearest_class(mesh, mesh.position(rank)) for mesh in inner), rank)
+                for rank in range(0, each.stride * each.size, each.stride)
+            )
             for ranks in alike.values():
                 ran = [index for index, rank in enumerate(ranks) if rank in self._ran]
                 for one, other in itertools.pairwise(ran):

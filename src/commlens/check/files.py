@@ -20,6 +20,7 @@ from typing import Any
 from commlens.check.sequence import FileLook
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
+from commlens.model.grouping import grouped
 from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.patches import Patches
 
@@ -117,10 +118,7 @@ def changing(looks: Sequence[Mapping[str, FileLook]]) -> list[Frame]:
     """Return the lines that found different files on some ranks, because other ranks had written
     them in between.
     """
-    by_path: dict[str, list[FileLook]] = {}
-    for own in looks:
-        for path, look in own.items():
-            by_path.setdefault(path, []).append(look)
+    by_path = grouped((path, look) for own in looks for path, look in own.items())
     apart = [same for same in by_path.values() if len({look.found for look in same}) > 1]
     return list(dict.fromkeys(same[0].frame for same in apart))
 

@@ -19,6 +19,7 @@ from commlens.matching.answer import Disagree, Severity
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import ChannelKey, Collective, CollectiveArgs
+from commlens.model.grouping import grouped
 from commlens.model.ops import SENT_BY_ROOT, SENT_TO_ROOT
 
 _EXPLORED_MAX = 100
@@ -493,10 +494,7 @@ def _place_of(thread: _Thread, sequence: RankSequence) -> float:
 
 def _batches_of(sequence: RankSequence) -> dict[int, list[int]]:
     """Return the indices of the ops of each coalesced group."""
-    found: dict[int, list[int]] = defaultdict(list)
-    for op in sequence.ops:
-        if op.coalescing_id:
-            found[op.coalescing_id].append(op.index)
+    found = grouped((op.coalescing_id, op.index) for op in sequence.ops if op.coalescing_id)
     return dict(found)
 
 

@@ -9,13 +9,13 @@ makes no difference: all times of a black box are monotonic, with one offset to 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from commlens.model.collective import ChannelKey, Collective, State
+from commlens.model.grouping import grouped
 from commlens.model.ops import NEEDS_ALL
 from commlens.model.ranklog import RankLog
 from commlens.text import duration
@@ -51,9 +51,7 @@ def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
     Returns:
         How far each of the corrected hosts' clocks was ahead, in ns.
     """
-    by_host: dict[str, list[RankLog]] = defaultdict(list)
-    for log in logs:
-        by_host[log.host].append(log)
+    by_host = grouped((log.host, log) for log in logs)
     if len(by_host) < 2:
         return {}
     first, *hosts = by_host

@@ -25,6 +25,7 @@ from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
 from commlens.errors import CommlensError, FormatError
+from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.store_identity import joined_runs
@@ -111,9 +112,7 @@ def read_own_files(
     """
     boxes, observed, unread = _read_files(files, problems)
     _name_as_dumped(boxes, observed)
-    by_job: dict[str, list[_Box]] = defaultdict(list)
-    for box in boxes:
-        by_job[box.log.job].append(box)
+    by_job = grouped((box.log.job, box) for box in boxes)
     chosen = _choose_job(boxes, observed) if job is None else job
     joined = {chosen}
     if job is None and chosen in by_job:
@@ -320,10 +319,7 @@ def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
     earlier = [box.path for box in boxes if box.log.restart < restart]
     if earlier:
         problems.append(_left_out(earlier, f"runs before restart {restart} of the job"))
-    ranks: dict[int, list[_Box]] = defaultdict(list)
-    for box in boxes:
-        if box.log.restart == restart:
-            ranks[box.log.rank].append(box)
+    ranks = grouped((box.log.rank, box) for box in boxes if box.log.restart == restart)
     kept: list[_Box] = []
     for rank, several in sorted(ranks.items()):
         best = max(several, key=lambda box: (box.status.created_ns, box.process, box.age))

@@ -13,6 +13,7 @@ from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Sev
 from commlens.matching.splits import compare_splits, compare_totals
 from commlens.matching.tensors import is_sparse, squeezed, total, wire_dtype, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
+from commlens.model.grouping import grouped
 from commlens.model.ops import REDUCING, ROOTED, UNEVEN, UNKNOWN_DTYPE, WITHOUT_TENSORS
 from commlens.text import ranks_phrase, tensors_phrase
 
@@ -278,9 +279,7 @@ def _disagree(
     """Return the parties of a disagreement, the largest first. The others are the minority, if the
     largest holds most of the ranks.
     """
-    sides: dict[Hashable, list[int]] = {}
-    for rank in sorted(values):
-        sides.setdefault(values[rank], []).append(rank)
+    sides = grouped((values[rank], rank) for rank in sorted(values))
     ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
     parties = tuple(Party(tuple(ranks), show(value)) for value, ranks in ordered)
     tie = len(ordered[0][1]) * 2 <= len(values)

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from commlens.model.grouping import grouped
 from commlens.numbers.weights import MASK, ROW, row_weights
 
 WITH_STATISTICS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -187,9 +188,7 @@ def measure_together(
     tensors: Sequence[torch.Tensor], columns: torch.Tensor
 ) -> list[tuple[list[int], Batch]]:
     """Begin to measure tensors of one device. Return the tensors' indices with each batch."""
-    by_key: dict[Key, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_key.setdefault(key_of(tensor), []).append(index)
+    by_key = grouped((key_of(tensor), index) for index, tensor in enumerate(tensors))
     return [
         (indices, Batch(key, [elements_of(tensors[index]) for index in indices], columns))
         for key, indices in by_key.items()

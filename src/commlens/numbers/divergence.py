@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from commlens.model.cause import Departure, OpSide
+from commlens.model.grouping import grouped
 from commlens.model.numbers import Key, OpLog, OpPlace, OpRun
 
 
@@ -181,9 +182,7 @@ def _divergence(
     positions: Mapping[int, int | None],
     hashes: Mapping[int, int | None],
 ) -> Divergence:
-    by_hash: dict[int | None, list[int]] = {}
-    for rank in sorted(positions):
-        by_hash.setdefault(hashes[rank], []).append(rank)
+    by_hash = grouped((hashes[rank], rank) for rank in sorted(positions))
     sides = sorted(by_hash.values(), key=lambda side: (-len(side), side))
     at = [positions[side[0]] for side in sides]
     members = [[ranks[rank] for rank in side] for side in sides]

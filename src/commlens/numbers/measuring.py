@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from commlens.model.cause import TensorKind
+from commlens.model.grouping import grouped
 from commlens.model.numbers import Measure
 from commlens.numbers.batches import (
     TINY,
@@ -50,9 +51,7 @@ class Unread:
             )
             for each in named
         ]
-        by_device: dict[torch.device, list[int]] = {}
-        for index, each in enumerate(named):
-            by_device.setdefault(each.tensor.device, []).append(index)
+        by_device = grouped((each.tensor.device, index) for index, each in enumerate(named))
         # An optimizer on an accelerator keeps some of its states on the CPU.
         with torch.utils._python_dispatch._disable_current_modes():
             self._parts = [
@@ -285,9 +284,7 @@ def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return norms in single precision: those of half a tensor may be too large for its type."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_type.setdefault(tensor.dtype, []).append(index)
+    by_type = grouped((tensor.dtype, index) for index, tensor in enumerate(tensors))
     norms: dict[int, torch.Tensor] = {}
     for dtype, indices in by_type.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from commlens.model.cause import TensorKind
+from commlens.model.grouping import grouped
 from commlens.model.numbers import CheckId, Key, OpLog, OpPlace, OpRun
 from commlens.numbers.comparison import EVERY_OP
 from commlens.numbers.exchange import Exchange
@@ -369,9 +370,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _read(hashes: Sequence[torch.Tensor]) -> list[int]:
     """Return hashes as numbers, in their order."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, each in enumerate(hashes):
-        by_device.setdefault(each.device, []).append(index)
+    by_device = grouped((each.device, index) for index, each in enumerate(hashes))
     found = [0] * len(hashes)
     for indices in by_device.values():
         values = torch.stack([hashes[index] for index in indices]).tolist()

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
 
@@ -232,9 +233,9 @@ def shares(pace: Pace) -> list[tuple[float, list[int]]]:
     """Return the share of the time that ranks were in collectives, to one percent, and which ranks,
     the lowest first.
     """
-    found: dict[float, list[int]] = defaultdict(list)
-    for rank, waited in sorted(pace.waited_s.items()):
-        found[round(waited / pace.window_s, 2)].append(rank)
+    found = grouped(
+        (round(waited / pace.window_s, 2), rank) for rank, waited in sorted(pace.waited_s.items())
+    )
     return sorted(found.items())
 
 

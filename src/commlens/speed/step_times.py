@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
 from commlens.speed.pace import WaitTime, common_span, find_waits, on_device_ns, spans_in
@@ -157,9 +158,7 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[StepPart]:
 
 def _sample_of_hosts(logs: Sequence[RankLog]) -> list[RankLog]:
     """Return the logs of some whole hosts in a large job."""
-    by_host: dict[str, list[RankLog]] = defaultdict(list)
-    for log in logs:
-        by_host[log.host].append(log)
+    by_host = grouped((log.host, log) for log in logs)
     some: list[RankLog] = []
     for host in by_host.values():
         if some and len(some) + len(host) > _RANKS:
@@ -199,12 +198,13 @@ def _why_none(logs: Sequence[RankLog]) -> str:
 
 
 def _last_arrivals(logs: Sequence[RankLog]) -> _Arrivals:
-    issued: dict[tuple[ChannelKey, int], list[int]] = defaultdict(list)
     hosts = {log.rank: log.host for log in logs}
-    for log in logs:
-        for op in log.collectives:
-            if not op.is_point_to_point:
-                issued[op.channel.key, op.sequence_number].append(op.announced_ns)
+    issued = grouped(
+        ((op.channel.key, op.sequence_number), op.announced_ns)
+        for log in logs
+        for op in log.collectives
+        if not op.is_point_to_point
+    )
     return {
         key: max(moments)
         for key, moments in issued.items()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from commlens.model.grouping import grouped
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_changes import Change, TraceComparison
 from commlens.text import count, joined, number, size, two_sizes
@@ -285,9 +286,7 @@ def _pair(
     gone: Amounts, added: Amounts, key: Callable[[ComparedFields], Hashable]
 ) -> Iterable[tuple[ComparedFields, ComparedFields, Fraction]]:
     """Take pairs with the same key out of both, the most similar pairs first."""
-    candidates: dict[Hashable, list[ComparedFields]] = defaultdict(list)
-    for kind in added:
-        candidates[key(kind)].append(kind)
+    candidates = grouped((key(kind), kind) for kind in added)
     pairs = []
     for kind in sorted(gone, key=repr):
         others = sorted(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlens.errors import CommandError, FormatError
+from commlens.model.grouping import grouped
 from commlens.text import printable
 from commlens.traces.ranks import RankTraces
 from commlens.traces.trace import Trace
@@ -77,9 +78,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _different_jobs(traces: Iterable[Trace]) -> list[str]:
     """Note traces with different world sizes, which are hardly from one job."""
-    sizes: dict[int, list[int]] = {}
-    for trace in traces:
-        sizes.setdefault(trace.data.world_size, []).append(trace.data.rank)
+    sizes = grouped((trace.data.world_size, trace.data.rank) for trace in traces)
     if len(sizes) < 2:
         return []
     listed = ", ".join(

@@ -16,6 +16,7 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.formats.kineto import Kernel, KinetoTrace, Span, read_kineto
+from commlens.model.grouping import grouped
 from commlens.model.spans import covered, union
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.text import count, number
@@ -119,10 +120,9 @@ def _kernels(issues: dict[int, Span], kernels: Sequence[Kernel]) -> dict[int, Me
         key=lambda k: k.launched or 0,
     )
     moments = [kernel.launched or 0 for kernel in launched]
-    busy: dict[int, list[tuple[int, int]]] = {}
-    for kernel in kernels:
-        if not kernel.communicates:
-            busy.setdefault(kernel.device, []).append((kernel.start, kernel.end))
+    busy = grouped(
+        (kernel.device, (kernel.start, kernel.end)) for kernel in kernels if not kernel.communicates
+    )
     merged = {device: union(spans) for device, spans in busy.items()}
     found: dict[int, Measured] = {}
     for index, issue in issues.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from commlens.model.grouping import grouped
 from commlens.model.trace import TraceData
 from commlens.traces import wording
 
@@ -28,9 +29,7 @@ def find_stages(by_rank: Mapping[int, TraceData]) -> list[list[int]]:
                 for position, rank in enumerate(ranks):
                     if rank in positions:
                         positions[rank].append((label, position))
-    stages: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    for rank, where in positions.items():
-        stages[tuple(sorted(where))].append(rank)
+    stages = grouped((tuple(sorted(where)), rank) for rank, where in positions.items())
     return [stages[where] for where in sorted(stages)]
 
 

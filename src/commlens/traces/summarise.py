@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from commlens.model.collective import ProcessGroup
+from commlens.model.grouping import grouped
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
@@ -179,9 +180,7 @@ def _add_time(row: Total | ModuleTotal, time: Time | None) -> None:
 
 def folded(paths: Iterable[str]) -> dict[str, str]:
     """Map each path to its row. Three or more paths that differ only in numbers share a row."""
-    by_pattern: dict[str, list[str]] = {}
-    for path in dict.fromkeys(paths):
-        by_pattern.setdefault(wording.pattern(path), []).append(path)
+    by_pattern = grouped((wording.pattern(path), path) for path in dict.fromkeys(paths))
     names = {}
     for pattern, members in by_pattern.items():
         together = len(members) >= _FOLD_FROM and "#" in pattern
@@ -194,10 +193,7 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     """Return own and inclusive totals of each module that has collectives, its own or its
     children's.
     """
-    at_site: dict[str, list[TraceEvent]] = defaultdict(list)
-    for event in data.events:
-        if event.site is not None:
-            at_site[event.site].append(event)
+    at_site = grouped((event.site, event) for event in data.events if event.site is not None)
     called = {module.path for module in data.modules}
     shared = {module.path: module.other_paths for module in data.modules if module.other_paths}
     places = _call_order(data)

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from commlens.model.grouping import grouped
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS
 from commlens.model.spans import Span, covered, length, union
@@ -295,13 +296,14 @@ def _bandwidths(
     data: TraceData, known: Iterable[tuple[TraceEvent, Time]], network: Network | None
 ) -> list[Bandwidth]:
     """Return the bandwidth of equal collectives, those that took the longest in all first."""
-    alike: dict[tuple[str, int, int, int], list[tuple[TraceEvent, Time]]] = {}
-    for event, time in known:
-        if event.op not in BARRIERS and event.wire_bytes and time.total:
-            data_bytes = max(event.input_bytes, event.output_bytes)
-            alike.setdefault((event.op, event.group, data_bytes, event.wire_bytes), []).append(
-                (event, time)
-            )
+    alike = grouped(
+        (
+            (event.op, event.group, max(event.input_bytes, event.output_bytes), event.wire_bytes),
+            (event, time),
+        )
+        for event, time in known
+        if event.op not in BARRIERS and event.wire_bytes and time.total
+    )
     ordered = sorted(alike.items(), key=lambda item: -sum(time.total for _, time in item[1]))
     rows = []
     for (op, group_index, data_bytes, wire_bytes), calls in ordered[:MAX_BANDWIDTHS]:

@@ -14,6 +14,7 @@ import msgspec
 
 from commlens.matching.answer import Disagree
 from commlens.model.collective import CollectiveArgs, TensorSpec
+from commlens.model.grouping import grouped
 from commlens.model.ops import POINT_TO_POINT, SENT_BY_ROOT
 from commlens.model.refusal import Refusal, RefusedRow, RefusedWait
 from commlens.text import format_ranks, ranks_phrase, verb
@@ -325,12 +326,11 @@ def _join_alike(
     """Return one row for all ranks with the same content, in order of their first rank. Each of
     ``rows`` has a rank, two cells, and a call site.
     """
-    grouped: dict[tuple[tuple[str, str], str], list[int]] = {}
-    for rank, cells, where in sorted(rows, key=lambda row: row[0]):
-        grouped.setdefault((cells, where), []).append(rank)
+    alike = grouped(
+        ((cells, where), rank) for rank, cells, where in sorted(rows, key=lambda row: row[0])
+    )
     return [
-        RefusedRow(tuple(ranks), cells, where, argument)
-        for (cells, where), ranks in grouped.items()
+        RefusedRow(tuple(ranks), cells, where, argument) for (cells, where), ranks in alike.items()
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -22,6 +22,7 @@ from commlens.model.cause import (
     Wait,
 )
 from commlens.model.collective import Collective, Frame
+from commlens.model.grouping import grouped
 
 C = TypeVar("C", bound=Cause)
 
@@ -119,12 +120,14 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
     """Return the waits of ranks as data: those in one collective at one line together, the most
     ranks first.
     """
-    alike: dict[tuple[CollectiveRef, str | None, str | None], list[Edge]] = defaultdict(list)
-    for edge in edges:
-        op, group = edge.op, group_of(edge.op)
-        alike[collective_of(op), group.name if group is not None else None, source_of(op)].append(
-            edge
+    alike = grouped(
+        (
+            (collective_of(op), "" if op.is_store_wait else op.channel.group.name, source_of(op)),
+            edge,
         )
+        for edge in edges
+        for op in [edge.op]
+    )
     waits = []
     for (collective, _, source), same in alike.items():
         ranks = sorted({edge.rank for edge in same})

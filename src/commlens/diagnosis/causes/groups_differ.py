@@ -19,6 +19,7 @@ from commlens.model.cause import (
     StartedTwice,
 )
 from commlens.model.collective import Collective, State
+from commlens.model.grouping import grouped
 
 _GROUPS_MAX = 4096  # of one process, whose names are tried
 
@@ -61,9 +62,7 @@ def _add_first_that_differs(context: Context, calls: _Calls, held: list[int]) ->
     for (_, name, _), ops in sorted(
         calls.items(), key=lambda item: min(op.announced_ns for op in item[1].values())
     ):
-        sides: dict[Hashable, list[int]] = defaultdict(list)
-        for rank, op in sorted(ops.items()):
-            sides[_request(op)].append(rank)
+        sides = grouped((_request(op), rank) for rank, op in sorted(ops.items()))
         all_completed = all(op.state is State.COMPLETED for op in ops.values())
         if len(sides) > 1 and not (name == "init_process_group" and all_completed):
             _add_sides(context, ops, sorted(sides.values(), key=len, reverse=True), held)

@@ -14,6 +14,7 @@ from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.model.cause import NoSuchPeer, Recomputed, TakenMessage
 from commlens.model.collective import Collective, FrameKind, State
+from commlens.model.grouping import grouped
 
 
 @dataclass(kw_only=True)
@@ -98,11 +99,11 @@ def find_no_such_peer(context: Context) -> set[int]:
     Returns:
         The ranks that do not exist.
     """
-    wrong: dict[tuple[str, int | None], list[tuple[int, Collective]]] = {}
-    for rank, view in sorted(context.job.views.items()):
-        op = _to_nowhere(view)
-        if op is not None:
-            wrong.setdefault((op.op, op.peer), []).append((rank, op))
+    wrong = grouped(
+        ((op.op, op.peer), (rank, op))
+        for rank, view in sorted(context.job.views.items())
+        if (op := _to_nowhere(view)) is not None
+    )
     for calls in wrong.values():
         ranks = [rank for rank, _ in calls]
         victims = _demote_crashes(context, ranks)

@@ -4,7 +4,6 @@ issued collectives of one shape in another order.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +30,7 @@ from commlens.model.cause import (
 )
 from commlens.model.cause import Mismatch as MismatchCause
 from commlens.model.collective import ChannelKey, Collective
+from commlens.model.grouping import grouped
 
 _SIDES_MAX = 8
 _WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
@@ -247,9 +247,10 @@ def _issued(mismatch: RecordMismatch) -> list[Issued]:
     """Return the collectives that the ranks issued. Ranks that issued the same one at the same line
     share an entry.
     """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for rank, op in sorted(mismatch.ops.items()):
-        alike[collective_of(op), _arguments(op), source_of(op)].append(rank)
+    alike = grouped(
+        ((collective_of(op), _arguments(op), source_of(op)), rank)
+        for rank, op in sorted(mismatch.ops.items())
+    )
     largest = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks))[:_SIDES_MAX]
     ops = [(ranks, mismatch.ops[ranks[0]]) for ranks in largest]
     return [Issued(ranks, collective_of(op), _arguments(op), source_of(op)) for ranks, op in ops]

@@ -16,6 +16,7 @@ from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.matching.errors import Claim, claim_of
 from commlens.model.cause import ErrorReport, Kind, RankWait, Refused, Side, ToldByErrors
 from commlens.model.collective import Collective
+from commlens.model.grouping import grouped
 from commlens.model.refusal import Refusal
 
 _KINDS: dict[ErrorReport, Kind] = {
@@ -116,9 +117,7 @@ def _not_exchanged(
     """
     raised, views = sorted(claims), context.job.views
     failed = any(view.exit.kind == "own" for rank, view in views.items() if rank not in claims)
-    own: dict[str, list[int]] = defaultdict(list)
-    for rank in raised:
-        own[claims[rank].values[0][1]].append(rank)
+    own = grouped((claims[rank].values[0][1], rank) for rank in raised)
     return ToldByErrors(
         kind="dead",
         why="exception",

@@ -20,6 +20,7 @@ from commlens.model.cause import (
     Why,
 )
 from commlens.model.collective import user_frame
+from commlens.model.grouping import grouped
 from commlens.text import frame_phrase
 
 if TYPE_CHECKING:
@@ -135,10 +136,7 @@ def _most_met(numbers: Mapping[int, list[tuple[str, int]]]) -> tuple[tuple[str, 
     Args:
         numbers: op and number of the collectives in which each rank timed out.
     """
-    met: dict[tuple[str, int], list[int]] = {}
-    for rank, ops in sorted(numbers.items()):
-        for one in set(ops):
-            met.setdefault(one, []).append(rank)
+    met = grouped((one, rank) for rank, ops in sorted(numbers.items()) for one in set(ops))
     return max(met.items(), key=lambda item: (len(item[1]), item[0]), default=(("", 0), []))
 
 

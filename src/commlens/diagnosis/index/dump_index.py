@@ -34,6 +34,7 @@ from commlens.diagnosis.index.process_exit import attribute_exits, process_exit_
 from commlens.diagnosis.select.job import absent_ranks, world_size
 from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, STARTED, Integers, RankColumns
 from commlens.model.collective import Channel, ChannelKey, Collective
+from commlens.model.grouping import grouped
 from commlens.model.ops import POINT_TO_POINT, ROOTED, UNEVEN
 
 _RECENT_MIN, _RECENT_MAX = 4, 200  # newest operations in each rank's log
@@ -85,9 +86,7 @@ def index_dumps(dumps: Sequence[RankColumns], stalled_after_s: float) -> JobInde
         issued_only=any(dump.issued_only or dump.issued_messages for dump in dumps),
         unlisted=indexer.unlisted,
     )
-    for rank, view in views.items():
-        for key in view.tracks:
-            job.users.setdefault(key, []).append(rank)
+    job.users = grouped((key, rank) for rank, view in views.items() for key in view.tracks)
     _find_outdated(job)
     job.moving = _is_moving(job)
     if job.moving:

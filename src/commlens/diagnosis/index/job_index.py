@@ -27,6 +27,7 @@ from commlens.model.collective import (
     user_lines,
 )
 from commlens.model.collective import ChannelKey as ChannelKey
+from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth
 from commlens.model.limits import LOOPBACK
 from commlens.model.ranklog import RankLog
@@ -392,10 +393,9 @@ class _RankIndexer:
         self._limit = limit
         coalesced = [op for op in log.collectives if op.coalescing_id]
         self._closers = {op.coalescing_id: op for op in coalesced if op.coalesced_members}
-        self._groups: dict[int, list[Collective]] = {}
-        for op in coalesced:
-            if not op.coalesced_members:
-                self._groups.setdefault(op.coalescing_id, []).append(op)
+        self._groups = grouped(
+            (op.coalescing_id, op) for op in coalesced if not op.coalesced_members
+        )
 
     def add_records(self, channels: dict[ChannelKey, Channel]) -> None:
         """Index all records, and add their channels to the job's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from commlens.matching.error_texts import (
 from commlens.matching.errors import is_own_error, known_error, names_backend
 from commlens.model.cause import ExitKind, Why
 from commlens.model.collective import Collective, Frame, State, user_frame
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import LATE_KILL_NS, STOP_SIGNALS, End, RankLog
 from commlens.text import signal_name
 
@@ -318,15 +318,14 @@ def attribute_exits(
         exits: by rank.
         logs: by rank, if there are logs.
     """
-    by_kind: dict[ExitKind, list[ProcessExit]] = defaultdict(list)
-    for one in exits.values():
-        by_kind[one.kind].append(one)
-    failed_by_itself = any(one.at_ns for one in by_kind["own"])
+    by_kind = grouped((one.kind, one) for one in exits.values())
+    by_themselves = by_kind.get("own", [])
+    failed_by_itself = any(one.at_ns for one in by_themselves)
     first_failure = min(
         filter(None, (one.at_ns for one in exits.values() if one.failed)), default=0
     )
-    gone = sorted(one.at_ns for one in by_kind["gone"])
-    killed = [one.at_ns for one in filter(_is_killed, by_kind["own"])]
+    gone = sorted(one.at_ns for one in by_kind.get("gone", ()))
+    killed = [one.at_ns for one in filter(_is_killed, by_themselves)]
     interrupted = [one.at_ns for one in exits.values() if one.how == "interrupted"]
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
@@ -346,7 +345,7 @@ def attribute_exits(
             failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS)
         )
 
-    told = any(not one.unspecific for one in by_kind["own"])
+    told = any(not one.unspecific for one in by_themselves)
 
     def kind_of(rank: int, one: ProcessExit) -> ExitKind:
         if was_terminated(rank, one):

@@ -5,7 +5,6 @@ not name their rank.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 import numpy as np
 
 from commlens.formats.columns import Integers, RankColumns
+from commlens.model.grouping import grouped
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
@@ -138,9 +138,7 @@ def _group_by_job(dumps: Sequence[RankColumns]) -> list[list[RankColumns]]:
     The nodes of a job may each have a folder, so folders with different ranks are one job. A folder
     that repeats ranks is another.
     """
-    folders: dict[tuple[str, str], list[RankColumns]] = defaultdict(list)
-    for dump in dumps:
-        folders[(dump.job, _folder(dump))].append(dump)
+    folders = grouped(((dump.job, _folder(dump)), dump) for dump in dumps)
     jobs: list[tuple[set[int], int, str, list[RankColumns]]] = []
     for (name, _), added in sorted(folders.items(), key=lambda item: (-len(item[1]), item[0])):
         ranks = {dump.rank for dump in added}
@@ -160,9 +158,7 @@ def _group_by_job(dumps: Sequence[RankColumns]) -> list[list[RankColumns]]:
 
 def _one_per_rank(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
     """Keep the newest dump of each rank; join the dumps of its backends."""
-    by_rank: dict[int, list[RankColumns]] = defaultdict(list)
-    for dump in dumps:
-        by_rank[dump.rank].append(dump)
+    by_rank = grouped((dump.rank, dump) for dump in dumps)
     kept = []
     for rank in sorted(by_rank):
         candidates = sorted(

@@ -4,11 +4,12 @@ a log.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.select.worlds import join_worlds
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import joined_runs
 from commlens.model.worlds import ONE_WORLD, Worlds
@@ -37,9 +38,7 @@ def select_job(logs: Sequence[RankLog]) -> SelectedJob:
             f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before"
             " they had one: left out."
         )
-    runs: dict[_Run, list[RankLog]] = defaultdict(list)
-    for log in known:
-        runs[(log.job, log.restart)].append(log)
+    runs = grouped(((log.job, log.restart), log) for log in known)
     if not runs:
         return SelectedJob([], notes)
 
@@ -63,9 +62,7 @@ def select_job(logs: Sequence[RankLog]) -> SelectedJob:
 
 def _best_logs(logs: Sequence[RankLog], notes: list[str]) -> list[RankLog]:
     """Return the best log of each rank, and note which others are left out."""
-    by_rank: dict[int, list[RankLog]] = defaultdict(list)
-    for log in logs:
-        by_rank[log.rank].append(log)
+    by_rank = grouped((log.rank, log) for log in logs)
     kept = []
     for rank in sorted(by_rank):
         *others, best = sorted(by_rank[rank], key=_completeness)
@@ -128,9 +125,7 @@ def absent_ranks(
     missing = sorted({*range(size)} - have)
     if not missing:
         return [], []
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for log in logs:
-        hosts[log.host].append(log.rank)
+    hosts = grouped((log.host, log.rank) for log in logs)
     here = max(map(len, hosts.values()))
     if len(hosts) == 1:
         here = max([here, *(log.local_rank + 1 for log in logs if log.local_rank is not None)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from commlens.model.collective import FrameKind, user_frame
+from commlens.model.grouping import grouped
 from commlens.model.movement import DumpPosition, Moved, Movement, MovementKind
 from commlens.text import (
     capital,
@@ -151,9 +152,10 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     sentence.
     """
     first, second = {one.rank: one for one in before}, {one.rank: one for one in after}
-    ranks_by_change: dict[_PositionChange, list[int]] = defaultdict(list)
-    for rank in sorted(first.keys() | second.keys()):
-        ranks_by_change[_change(first.get(rank), second.get(rank))].append(rank)
+    ranks_by_change = grouped(
+        (_change(first.get(rank), second.get(rank)), rank)
+        for rank in sorted(first.keys() | second.keys())
+    )
     moved = []
     for change, ranks in ranks_by_change.items():
         old, new = first.get(ranks[0]), second.get(ranks[0])

@@ -21,6 +21,7 @@ from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
 from commlens.model.collective import Channel, CollectiveArgs, user_frame
 from commlens.model.entries import Column, EntryCell, EntryTable
+from commlens.model.grouping import grouped
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import frame_phrase, group_phrase, tensors_phrase
@@ -182,9 +183,9 @@ def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries
     numbers = rows.sequence[own]
     entries.first = int(numbers.min())
     middle = selection.sequence or int(numbers.max())
-    near: dict[int, list[int]] = defaultdict(list)
-    for row in own[abs(numbers - middle) <= _BESIDE].tolist():
-        near[int(rows.sequence[row])].append(row)
+    near = grouped(
+        (int(rows.sequence[row]), row) for row in own[abs(numbers - middle) <= _BESIDE].tolist()
+    )
     entries.cells = {number: _cell(rows, several) for number, several in near.items()}
     return entries
 
@@ -315,9 +316,7 @@ def lay_out(
         key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank),
     )
     kept, dropped = ordered[:columns], ordered[columns:]
-    elsewhere: dict[str, list[int]] = defaultdict(list)
-    for one in ranks:
-        elsewhere[one.elsewhere].append(one.rank)
+    elsewhere = grouped((one.elsewhere, one.rank) for one in ranks)
     elsewhere.pop("", None)
     culprits_first = sorted(
         elsewhere.items(),

@@ -16,6 +16,7 @@ from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, is_small
 from commlens.diagnosis.index.activity import activity_of, quiet_ns
 from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.model.collective import Collective, State
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import UNREMARKABLE, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.speed.step_times import first_moments
@@ -186,11 +187,10 @@ def add_hosts(
 
 def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:
     """Join the rows of ranks that do the same."""
-    found: dict[tuple[object, ...], list[StatusRow]] = defaultdict(list)
-    for row in rows:
-        found[
-            (row.process, row.activity, row.collective, tuple(row.waits_for), row.step, row.at)
-        ].append(row)
+    found = grouped(
+        ((row.process, row.activity, row.collective, tuple(row.waits_for), row.step, row.at), row)
+        for row in rows
+    )
     folded = []
     for same in found.values():
         hosts = {row.host for row in same}

@@ -5,7 +5,6 @@ work.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 
 from commlens.diagnosis.align.call_paths import parted
 from commlens.diagnosis.align.routine import Loop
@@ -32,6 +31,7 @@ from commlens.diagnosis.words.phrases import (
 )
 from commlens.model.cause import Doubt, Missing, Working
 from commlens.model.collective import Collective, Frame, State, user_lines
+from commlens.model.grouping import grouped
 from commlens.text import (
     capital,
     count,
@@ -67,10 +67,11 @@ def about_signs(absence: Absence) -> list[str]:
     """``"rank 2: its stack does not move and it uses no CPU."``; ranks with the same signs share a
     sentence: ``"ranks 2-3, each: ..."``.
     """
-    same: dict[str, list[int]] = defaultdict(list)
-    for rank, doing in zip(absence.ranks, absence.activities, strict=True):
-        if doing.signs:
-            same[joined(sign_words(doing.signs))].append(rank)
+    same = grouped(
+        (joined(sign_words(doing.signs)), rank)
+        for rank, doing in zip(absence.ranks, absence.activities, strict=True)
+        if doing.signs
+    )
     return [
         f"{ranks_phrase(ranks)}{verb(ranks, '', ', each')}: {text}." for text, ranks in same.items()
     ][:4]

@@ -13,6 +13,7 @@ from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.diagnosis.words.finding import Words
 from commlens.model.cause import Cause, Recomputed, Rounds
 from commlens.model.collective import Channel, Collective, Stack, State
+from commlens.model.grouping import grouped
 from commlens.text import (
     args_phrase,
     capital,
@@ -217,13 +218,20 @@ def waiting(context: Context, edges: Sequence[Edge]) -> str:
     """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``;
     lines that differ are listed.
     """
-    by_line: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
     reduce_ops = {(edge.op.op, edge.op.args.reduce_op) for edge in edges if edge.op.args.reduce_op}
     # a rank decodes its reduce ops some time after it issues them
     known = dict(reduce_ops) if len(reduce_ops) == 1 else {}
-    for edge in edges:
-        args = args_phrase(edge.op, known.get(edge.op.op))
-        by_line[frame_phrase(edge.op.source), args, edge.op.state is State.FAILED].append(edge.rank)
+    by_line = grouped(
+        (
+            (
+                frame_phrase(edge.op.source),
+                args_phrase(edge.op, known.get(edge.op.op)),
+                edge.op.state is State.FAILED,
+            ),
+            edge.rank,
+        )
+        for edge in edges
+    )
     all_args = {args for _, args, _ in by_line}
     shared = all_args.pop() if len(all_args) == 1 else ""
     parts = []
@@ -295,9 +303,7 @@ def ended_like_the_first(context: Context, ranks: Sequence[int]) -> str:
 
 def exits_alike(context: Context, ranks: Iterable[int]) -> list[str]:
     """``["ranks 0-1 died of SIGABRT", ...]``: ranks that ended in the same way share a phrase."""
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for rank in ranks:
-        by_text[exit_words(context.job.views[rank].exit)].append(rank)
+    by_text = grouped((exit_words(context.job.views[rank].exit), rank) for rank in ranks)
     return [f"{ranks_phrase(alike)} {text}" for text, alike in by_text.items()]
 
 
@@ -332,10 +338,11 @@ def waits(context: Context, edges: Sequence[Edge], singular: str, plural: str) -
         singular: the verb for one rank: "waits for it".
         plural: the verb for several.
     """
-    by_name: dict[tuple[str, int, str, bool], list[Edge]] = defaultdict(list)
-    for edge in edges:
-        op = edge.op
-        by_name[op.op, op.sequence_number, op.channel.group.label, edge.is_from_any].append(edge)
+    by_name = grouped(
+        ((op.op, op.sequence_number, op.channel.group.label, edge.is_from_any), edge)
+        for edge in edges
+        for op in [edge.op]
+    )
     parts: list[str] = []
     for of_name in sorted(
         by_name.values(), key=lambda some: (-number_named(edge.rank for edge in some), some[0].rank)
@@ -477,9 +484,7 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
 
 def ranks_by_text(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
     """Return each text with the ranks of which it is said; most ranks first."""
-    same: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        same[said(rank)].append(rank)
+    same = grouped((said(rank), rank) for rank in sorted(ranks))
     return sorted(((of, text) for text, of in same.items()), key=lambda one: (-len(one[0]), one[0]))
 
 

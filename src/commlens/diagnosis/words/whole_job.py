@@ -13,6 +13,7 @@ from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE
 from commlens.model.cause import Fewer, LatentFault, NoFault, Unexplained
 from commlens.model.collective import Collective
+from commlens.model.grouping import grouped
 from commlens.model.hazard import Hazard
 from commlens.model.verdict import Finding, Verdict
 from commlens.model.worlds import Worlds
@@ -172,13 +173,12 @@ def _notes_on_ranks_elsewhere(job: JobIndex) -> list[str]:
 
 
 def _outsiders(worlds: Worlds) -> list[str]:
-    by_group: dict[tuple[str, int], list[int]] = {}
-    for outsider in worlds.outsiders:
-        if outsider.size:
-            by_group.setdefault((outsider.group, outsider.size), []).append(outsider.member)
-    presumed: dict[str, list[tuple[int, int]]] = {}
-    for each in worlds.presumed:
-        presumed.setdefault(each.group, []).append((each.number, each.member))
+    by_group = grouped(
+        ((outsider.group, outsider.size), outsider.member)
+        for outsider in worlds.outsiders
+        if outsider.size
+    )
+    presumed = grouped((each.group, (each.number, each.member)) for each in worlds.presumed)
     return [
         f"{len(members)} of {size} members of group {group}, which the program made by hand,"
         f" {verb(members, 'is', 'are')} not recorded by commlens, or"
@@ -209,11 +209,11 @@ def _lost_heads(job: JobIndex) -> list[str]:
 
 def _problems(job: JobIndex) -> dict[str, list[int]]:
     """Return the problems of records, and the ranks that have each."""
-    by_text: dict[str, list[int]] = {}
-    for rank, view in job.views.items():
-        for text in [*view.log.problems, *_overwritten(view)]:
-            by_text.setdefault(text.rstrip("."), []).append(rank)
-    return by_text
+    return grouped(
+        (text.rstrip("."), rank)
+        for rank, view in job.views.items()
+        for text in [*view.log.problems, *_overwritten(view)]
+    )
 
 
 def _overwritten(view: RankView) -> list[str]:

@@ -4,13 +4,13 @@ the collectives in focus.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index.job_index import BlockedThread, ChannelKey, JobIndex, RankView
 from commlens.diagnosis.words.phrases import exit_words
 from commlens.model.collective import Collective, Frame
+from commlens.model.grouping import grouped
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role
 from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label, op_phrase
@@ -114,9 +114,7 @@ class PageJob:
 
     def _fold(self) -> tuple[list[RankClass], dict[int, int]]:
         for detail in range(_DETAILS, -1, -1):
-            doing: dict[RankActivity, list[int]] = defaultdict(list)
-            for rank in self.all_ranks:
-                doing[self._activity(rank, detail)].append(rank)
+            doing = grouped((self._activity(rank, detail), rank) for rank in self.all_ranks)
             if len(doing) <= CLASSES_WANTED:
                 break
         found = sorted(

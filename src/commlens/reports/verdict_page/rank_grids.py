@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import Layout, LayoutRow
 from commlens.reports.verdict_page.job import PageJob
 from commlens.text import group_label, members_text
@@ -43,9 +44,9 @@ def rank_grids(job: PageJob) -> list[Layout]:
 
 
 def _by_host(job: PageJob) -> Layout:
-    hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, view in sorted(job.index.views.items()):
-        hosts[view.log.host or "an unnamed host"].append(rank)
+    hosts = grouped(
+        (view.log.host or "an unnamed host", rank) for rank, view in sorted(job.index.views.items())
+    )
     about = f"{len(hosts)} hosts, a row each." if len(hosts) > 1 else "All on one host."
     rows = [LayoutRow(host, ranks) for host, ranks in hosts.items()]
     missing = [rank for rank in job.all_ranks if rank not in job.index.views]

@@ -4,16 +4,16 @@ the order of issue.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from commlens.diagnosis.index.job_index import ChannelKey, Track
 from commlens.model.collective import Collective, State
+from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import (
     ROLES,
     Cell,
     CellState,
-    Role,
     Table,
     TableColumn,
     TableRow,
@@ -51,15 +51,14 @@ def tables(job: PageJob) -> list[Table]:
     centres: dict[ChannelKey, int] = {}
     for key, number, _ in job.focus:
         centres.setdefault(key, number)
-    waits: dict[ChannelKey, list[int]] = defaultdict(list)
-    for block in job.graph.blocks.values():
-        if (
-            not block.op.is_point_to_point
-            and not block.op.is_setup
-            and not block.op.is_store_wait
-            and block.op.sequence_number
-        ):
-            waits[block.op.channel.key].append(block.op.sequence_number)
+    waits = grouped(
+        (block.op.channel.key, block.op.sequence_number)
+        for block in job.graph.blocks.values()
+        if not block.op.is_point_to_point
+        and not block.op.is_setup
+        and not block.op.is_store_wait
+        and block.op.sequence_number
+    )
     shown: Counter[str] = Counter()
     blamed = {rank for rank, role in job.roles.items() if role in ("culprit", "awaited")}
     for key, numbers in sorted(
@@ -85,11 +84,16 @@ class _Columns:
     """Ranks with the same cells, as columns: the root cause first, and as many as a table shows."""
 
     def __init__(self, job: PageJob, cells: dict[int, list[Cell]]) -> None:
-        columns: dict[tuple[Role, tuple[object, ...]], list[int]] = defaultdict(list)
-        for rank, column in cells.items():
-            columns[
-                job.role(rank), tuple((c.op, c.what, c.place, c.state, c.differs) for c in column)
-            ].append(rank)
+        columns = grouped(
+            (
+                (
+                    job.role(rank),
+                    tuple((c.op, c.what, c.place, c.state, c.differs) for c in column),
+                ),
+                rank,
+            )
+            for rank, column in cells.items()
+        )
         ordered = sorted(
             ((role, ranks) for (role, _), ranks in columns.items()),
             key=lambda c: (ROLES.index(c[0]), -len(c[1]), c[1]),

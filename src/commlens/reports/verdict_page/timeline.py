@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from commlens.diagnosis.index.job_index import ChannelKey, RankView
 from commlens.model.collective import Collective, LearnedHow, State
+from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.job import PageJob, label, phrase
 from commlens.text import (
@@ -132,9 +133,7 @@ def _lane_ranks(job: PageJob) -> list[int]:
     ranks = sorted(job.index.views)
     if len(ranks) <= LANES_MAX:
         return ranks
-    members: dict[int, list[int]] = {}
-    for rank in ranks:
-        members.setdefault(job.class_of[rank], []).append(rank)
+    members = grouped((job.class_of[rank], rank) for rank in ranks)
     blamed = [rank for rank in ranks if job.role(rank) in ("culprit", "awaited")]
     wanted = [
         *blamed[: LANES_MAX // 2],

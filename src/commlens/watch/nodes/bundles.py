@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from commlens.model.grouping import grouped
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.meeting_places import Client, stored
 
@@ -83,9 +84,7 @@ class Bundles:
             direct: slots whose bundled value would come too late, because the node has a request to
                 answer: their own values are read.
         """
-        wanted: dict[int, list[int]] = {}
-        for slot in slots:
-            wanted.setdefault(slot // GROUP, []).append(slot)
+        wanted = grouped((slot // GROUP, slot) for slot in slots)
         groups = [group for group, some in wanted.items() if len(some) >= _FEW]
         found: dict[int, bytes] = {}
         for group, content in stored(client, "bundle", groups).items():

@@ -5,11 +5,11 @@ is known, and of whom nothing is.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
 from commlens.errors import FormatError
+from commlens.model.grouping import grouped
 from commlens.text import joined, op_phrase, ranks_phrase, verb
 from commlens.watch.nodes.exchange import LostStore, Nodes
 from commlens.watch.roster import Member
@@ -77,9 +77,7 @@ def lost_store_line(lost: LostStore, members: Sequence[Member]) -> str:
         f" {ranks_phrase(rank for beat in beats for rank in beat.ranks)}"
     )
     text += f" on {joined(f'{beat.host}' for beat in beats)}."
-    where: dict[str, list[int]] = defaultdict(list)
-    for member in members:
-        where[_place(member)].append(member.rank)
+    where = grouped((_place(member), member.rank) for member in members)
     here = [
         f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} {place}"
         for place, ranks in where.items()
