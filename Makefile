@@ -70,7 +70,7 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 		accelerate lightning transformers 'ray[train]' deepspeed torchft --constraint constraints.txt
 	@touch $@
 
-clusters: $(VENV)/.ready ## Run jobs in a real Slurm on this machine (Debian: as root, with slurm-wlm and munge; what is missing is skipped)
+clusters: $(VENV)/.ready ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
 	$(VENV)/bin/python -m pytest tests/clusters -rs $(ARGS)
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64

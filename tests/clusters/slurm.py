@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from clusters import daemons
+from clusters.daemons import Daemons, free_ports, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = ("n1", "n2")
-_UP_WITHIN_S = 40.0
 
 _CONF = """
 ClusterName=commlens
@@ -53,14 +54,8 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE St
 
 def why_not() -> str | None:
     """Return why there can be no cluster here, in a sentence; None if there can."""
-    missing = [name for name in PROGRAMS if _path_of(name) is None]
-    if missing:
-        return f"{', '.join(missing)} is not installed (Debian: apt install slurm-wlm munge)."
-    return None if os.geteuid() == 0 else "Slurm's daemons need root here."
-
-
-def _path_of(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    missing = daemons.why_not(PROGRAMS, "slurm-wlm munge")
+    return missing or (None if os.geteuid() == 0 else "Slurm's daemons need root here.")
 
 
 class Slurm:
@@ -73,43 +68,29 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._daemons = Daemons(folder, self.environ)
 
     def start(self) -> None:
         """Start the daemons, and wait until all nodes are idle."""
         folder, host = self.folder, socket.gethostname()
         (folder / "state").mkdir(parents=True)
         folder.chmod(0o755)
-        port, first, second = _free_ports(3)
+        port, first, second = free_ports(3)
         conf = _CONF.format(folder=folder, host=host, port=port, first=first, second=second)
         (folder / "slurm.conf").write_text(conf)
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        self._run_daemon(
+        self._daemons.start(
             "munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
             f"--key-file={key}", f"--pid-file={folder}/munged.pid",
             f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed",
         )  # fmt: skip
-        _wait_for(lambda: (folder / "munge.socket").exists(), "munged")
-        self._run_daemon("slurmctld", "-D", "-i")
+        wait_until(lambda: (folder / "munge.socket").exists(), "munged")
+        self._daemons.start("slurmctld", "-D", "-i")
         for node in NODES:
-            self._run_daemon("slurmd", "-D", "-N", node)
-        _wait_for(self._all_idle, "slurmd")
-
-    def _run_daemon(self, name: str, *options: str) -> None:
-        path = _path_of(name)
-        assert path is not None
-        with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as out:
-            self._daemons.append(
-                subprocess.Popen(
-                    [path, *options],
-                    env=self.environ,
-                    stdout=out,
-                    stderr=out,
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+            self._daemons.start("slurmd", "-D", "-N", node)
+        wait_until(self._all_idle, "slurmd")
 
     def _all_idle(self) -> bool:
         states = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).split()
@@ -155,14 +136,7 @@ class Slurm:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired, OSError):
             self.run("scancel", "--user=root", check=False)
             time.sleep(1.0)
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-        for daemon in self._daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        self._daemons.close()
 
 
 @contextlib.contextmanager
@@ -174,18 +148,3 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         yield made
     finally:
         made.close()
-
-
-def _wait_for(is_there: Callable[[], bool], name: str) -> None:
-    until = time.monotonic() + _UP_WITHIN_S
-    while not is_there():
-        assert time.monotonic() < until, f"{name} did not start."
-        time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -67,11 +67,11 @@ def test_the_slow_rank_and_its_line_are_told_once(
     assert f"train.py:{line} load_batch" in said or "py-spy record" in said
     pytest.importorskip("prometheus_client")
     told = then.read_text()
-    assert re.search(r'^commlens_steps_total\{job="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE), (
-        told
-    )
     assert re.search(
-        r'^commlens_waiting_ratio\{job="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE
+        r'^commlens_steps_total\{job_name="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE
+    ), told
+    assert re.search(
+        r'^commlens_waiting_ratio\{job_name="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE
     ), "rank 0 waits"
     assert re.search(r'^commlens_group_bytes_per_second\{group="default group"', told, re.MULTILINE)
     assert not now.exists(), "the job is over"

@@ -31,7 +31,7 @@ class Metrics:
 
     Args:
         settings: ``metrics_file``.
-        job: the job's name: a label of all metrics.
+        job: the job's name: a label of all metrics. Not named "job", which Prometheus sets itself.
         reporter: of the job. Each failure is printed once; the job is watched all the same.
     """
 
@@ -170,6 +170,13 @@ class Metrics:
             ),
             (
                 Gauge,
+                "stuck",
+                "1 while ranks wait of which a verdict says that they are stuck.",
+                "kind action",
+                _stuck(stall),
+            ),
+            (
+                Gauge,
                 "step_seconds",
                 "Time of an optimizer step.",
                 "",
@@ -227,10 +234,20 @@ class Metrics:
     def _family(
         self, kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]
     ) -> Any:
-        family = kind(f"commlens_{name}", text, labels=("job", label) if label else ("job",))
+        names = label.split()
+        family = kind(f"commlens_{name}", text, labels=("job_name", *names))
         for key, value in values.items():
-            family.add_metric([self._job, str(key)] if label else [self._job], value)
+            labels = key if isinstance(key, tuple) else [str(key)][: len(names)]
+            family.add_metric([self._job, *labels], value)
         return family
+
+
+def _stuck(stall: Stall | None) -> dict[tuple[str, str], float]:
+    """Return 1 for the kind and the action of the verdict on ranks that still wait."""
+    verdict = stall.verdict if stall is not None else None
+    if verdict is None or not verdict.is_fault:
+        return {}
+    return {(verdict.kind, verdict.action.do if verdict.action is not None else "unknown"): 1.0}
 
 
 def _links(hardware: Mapping[str, Values]) -> dict[str, float]:
