@@ -12,6 +12,7 @@ import re
 import socket
 from typing import Final, NamedTuple
 
+from commlens.processes.connections import tcp_rows
 from commlens.processes.process import (
     children,
     command_line,
@@ -184,12 +185,7 @@ def _target(pid: int, descriptor: int) -> str:
 
 def _peer(pid: int, inode: int) -> str:
     """Return the address of the other side of a TCP socket; empty for other sockets."""
-    for table in ("tcp", "tcp6"):
-        for line in read_lines(f"/proc/{pid}/net/{table}")[1:]:
-            fields = line.split()
-            if len(fields) > 9 and fields[9] == str(inode):
-                return _address(fields[2])
-    return ""
+    return next((_address(row.remote) for row in tcp_rows(pid) if row.inode == inode), "")
 
 
 def _address(text: str) -> str:
@@ -200,7 +196,7 @@ def _address(text: str) -> str:
     raw = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
     if len(raw) == 4:
         return f"{socket.inet_ntop(socket.AF_INET, raw)}:{int(port, 16)}"
-    return f"[{socket.inet_ntop(socket.AF_INET6, raw)}]:{int(port, 16)}".replace("[::ffff:", "[")
+    return f"[{socket.inet_ntop(socket.AF_INET6, raw)}]:{int(port, 16)}"
 
 
 def _named(pid: int) -> str:

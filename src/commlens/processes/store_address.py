@@ -9,9 +9,9 @@ from typing import Final
 
 from commlens.launchers import AGENT_STORE
 from commlens.model.ranklog import StoreSeen
-from commlens.processes.process import environment, read_lines
+from commlens.processes.connections import LISTENS, port_of, tcp_rows
+from commlens.processes.process import environment
 
-_LISTENS: Final = "0A"
 _LOOPBACK: Final = ("localhost", "127.", "::1", "[::1]")
 
 
@@ -19,16 +19,10 @@ def look_at_store(pid: int, host: str, port: str) -> StoreSeen | None:
     """Return what this host shows of an address at which a process meets the others; None if it is
     an address of another host, or the host's connections cannot be read.
     """
-    tables = [read_lines(f"/proc/{pid}/net/{table}")[1:] for table in ("tcp", "tcp6")]
-    if not port.isdecimal() or not any(tables) or not _is_here(pid, host):
+    rows = [*tcp_rows(pid)]
+    if not port.isdecimal() or not rows or not _is_here(pid, host):
         return None
-    suffix = f":{int(port):04X}"
-    listens = any(
-        fields[1].endswith(suffix) and fields[3] == _LISTENS
-        for table in tables
-        for line in table
-        if len(fields := line.split()) > 3
-    )
+    listens = any(row.state == LISTENS and port_of(row.local) == int(port) for row in rows)
     agent = environment(pid).get(AGENT_STORE) == "True"
     return StoreSeen(f"{host}:{port}", listens, agent)
 
