@@ -4,6 +4,7 @@ library only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -93,6 +94,17 @@ def number(environ: Mapping[str, str], names: Iterable[str], default: int = -1) 
     return next(
         (int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default
     )
+
+
+def world_of(environ: Mapping[str, str], command: bytes) -> str:
+    """Return the name that a program has without being given one: of a replica group that a
+    launcher has numbered, or the class of an actor of Ray, which is the process's title; "" if it
+    is neither.
+    """
+    if replica := environ.get(REPLICA, ""):
+        return f"replica {replica[:40]}"
+    actor = re.match(rb"ray::(\w+)", command)
+    return actor[1].decode() if actor is not None else ""
 
 
 def launcher_of(environ: Mapping[str, str]) -> str:

@@ -15,6 +15,8 @@ import pytest
 from chosen import long
 from ports import free_port
 
+from commlens.processes import pyspy
+
 pytest.importorskip("torch")
 
 PROGRAM = Path(__file__).with_name("worlds_programs.py")
@@ -28,11 +30,15 @@ def run(
     worlds: dict[str, int],
     folder: Path,
     meanwhile: Callable[[Mapping[str, str]], None] = lambda _: None,
+    *,
+    recorded: bool = True,
 ) -> str:
     """Start all processes of all worlds. Returns what they printed.
 
-    ``meanwhile`` is called with the environment before the late one goes on.
+    ``meanwhile`` is called with the environment, and the pid of one of them in FIRST_PID, before
+    the late one goes on.
     """
+    command = [sys.executable, *(["-m", "commlens", "run"] if recorded else []), str(PROGRAM)]
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -53,14 +59,14 @@ def run(
             with (folder / f"{role}{rank}.out").open("w") as output:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "commlens", "run", str(PROGRAM), shape, late, role],
+                        [*command, shape, late, role],
                         env=common | environment,
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
                 )
     try:
-        meanwhile(common)
+        meanwhile({**common, "FIRST_PID": str(started[0].pid)})
         (folder / "go").touch()
         for each in started:
             each.wait(TIMEOUT_S)
@@ -165,3 +171,31 @@ def test_the_late_member_is_named(
 def test_healthy_worlds_get_no_word(tmp_path: Path, shape: str, worlds: dict[str, int]) -> None:
     words = run(shape, "nobody", worlds, tmp_path)
     assert "commlens:" not in words and "VERDICT" not in words and "Error" not in words
+
+
+@pytest.mark.long
+def test_worlds_that_are_not_recorded_are_one_picture(tmp_path: Path) -> None:
+    if pyspy.find() is None:
+        pytest.skip("py-spy is not installed")
+    shown = ""
+
+    def look(environment: Mapping[str, str]) -> None:
+        nonlocal shown
+
+        def attach() -> bool:
+            nonlocal shown
+            command = [sys.executable, "-m", "commlens", "attach", environment["FIRST_PID"]]
+            shown = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            ).stdout
+            return "rollout 1 is in" in shown
+
+        until(attach)
+        shown = " ".join(shown.split())
+
+    run("two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=False)
+    print(shown)
+    assert "worlds_programs.py:57 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
+    assert "Trainer 1: in barrier of the default group at" in shown
+    assert "Looked at 4 ranks of 4 of trainer and rollout (pids" in shown
+    assert "Confidence: medium" in shown

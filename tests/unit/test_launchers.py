@@ -36,3 +36,15 @@ def test_a_variable_that_holds_no_number_is_as_good_as_none() -> None:
     assert launchers.number({"RANK": "-1"}, launchers.RANK) == -1
     assert not launchers.ranks_of_node({"LOCAL_WORLD_SIZE": "4"}, 5)
     assert not launchers.ranks_of_node({"LOCAL_RANK": "1"}, 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "replica", "name"),
+    [
+        (b"ray::Trainer.setup\0", "", "Trainer"),
+        (b"ray::IDLE\0", "3", "replica 3"),
+        (b"python\0train.py\0", "", ""),
+    ],
+)
+def test_the_name_of_a_program_that_gives_none(command: bytes, replica: str, name: str) -> None:
+    assert launchers.world_of({"REPLICA_GROUP_ID": replica}, command) == name

@@ -9,7 +9,6 @@ import fcntl
 import logging
 import os
 import platform
-import re
 import shutil
 import signal
 import sys
@@ -134,7 +133,8 @@ def make_box(
                     about=_header_json(job_dir.name)
                     | {
                         "stall_timeout": settings.stall_ceiling_s,
-                        "world": settings.world or _known_world(),
+                        "world": settings.world
+                        or launchers.world_of(os.environ, _command_line(os.getpid())),
                     },
                 )
         except OSError as error:
@@ -144,16 +144,6 @@ def make_box(
     )
     log.warning("commlens: rank %d is not recorded: %s", place.rank, where)
     return None
-
-
-def _known_world() -> str:
-    """Return a name for this program: of a replica group that a launcher has numbered, or the class
-    of an actor of Ray, which is the process's title; "" if it is neither.
-    """
-    if number := os.environ.get(launchers.REPLICA, ""):
-        return f"replica {number[:40]}"
-    actor = re.match(rb"ray::(\w+)", _command_line(os.getpid()))
-    return actor[1].decode() if actor is not None else ""
 
 
 @contextlib.contextmanager

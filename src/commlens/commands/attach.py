@@ -71,7 +71,7 @@ class AttachCommand:
         if arguments.samples:
             import msgspec
 
-            sys.stdout.buffer.write(msgspec.json.encode(_look_here(arguments)))
+            sys.stdout.buffer.write(msgspec.json.encode(_look_at(_find(arguments), arguments)))
             return 0
         from commlens.commands.diagnose import exit_status
         from commlens.commands.progress import working
@@ -101,14 +101,14 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
 
     names = named_hosts(arguments.hosts, arguments.hostfile)
     if not names:
-        return [_look_here(arguments)]
+        return _look_at(_find(arguments), arguments)
     from concurrent.futures import ThreadPoolExecutor
 
     refused = ""
     try:
-        here: FoundJob | None = _find(arguments)
+        here: Sequence[FoundJob] = _find(arguments)
     except EvidenceError as error:  # a login node has no ranks
-        here, refused = None, str(error)
+        here, refused = [], str(error)
     asked = ["--job", arguments.job_name] if arguments.job_name else []
     if arguments.job is not None:
         asked += [_name_elsewhere(here, arguments.job)]
@@ -116,7 +116,7 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
         elsewhere = pool.submit(
             look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
         )
-        found = [_look_at(here, arguments)] if here is not None else []
+        found = _look_at(here, arguments) if here else []
         found += [host for host in elsewhere.result() if not _is_among(host, found)]
     if not any(host.samples for host in found):
         notes = " ".join(note for host in found for note in host.notes)
@@ -133,45 +133,46 @@ def _is_among(host: HostSamples, known: list[HostSamples]) -> bool:
     )
 
 
-def _of_black_boxes(job: FoundJob) -> Verdict | None:
-    """Return the verdict of a job that is recorded after all; None if it is not, or not all of its
-    ranks here are.
+def _of_black_boxes(worlds: Sequence[FoundJob]) -> Verdict | None:
+    """Return the verdict of a job that is recorded after all; None if the first of its worlds is
+    not, or not all of its ranks here are.
     """
     from commlens.config import load_settings
     from commlens.diagnosis.examine import diagnose_logs
     from commlens.watch.jobs import find_jobs
+    from commlens.watch.other_worlds import with_other_worlds
     from commlens.watch.snapshot import snapshot
 
     try:
-        folders = find_jobs(str(job.ranks[0].pid), load_settings().settings.box_dir)
+        folders = find_jobs(str(worlds[0].ranks[0].pid), load_settings().settings.box_dir)
     except CommandError:
         return None
-    logs = snapshot(folders[0])
-    if {log.pid for log in logs} < {one.pid for one in job.ranks}:
+    logs = with_other_worlds(snapshot(folders[0]), folders[:1])
+    if {log.pid for log in logs} < {one.pid for one in worlds[0].ranks}:
         return None
-    with _hardware(job) as finish:
+    with _hardware(worlds) as finish:
         if finish is not None and logs:
             logs[0].health = finish(logs)
     verdict = diagnose_logs(logs)
     verdict.looked_at = (
-        f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black"
-        " boxes"
+        f"{worlds[0].label}: {verdict.looked_at}; this job is recorded, so the verdict is from its"
+        " black boxes"
     )
     return verdict
 
 
-def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
+def _name_elsewhere(here: Sequence[FoundJob], wanted: str) -> str:
     """Return by what to find the job on another machine, where its pids are others."""
     from commlens.outside.find_ranks import script_of
     from commlens.text import INLINE_CODE
 
     if not wanted.isdecimal():
         return wanted
-    if job is None:
+    if not here:
         raise CommandError(
             f"The process {wanted} is no rank of this machine: name the job by its script or --job."
         )
-    script = script_of(job.ranks[0].command)
+    script = script_of(here[0].ranks[0].command)
     if script == INLINE_CODE:
         raise CommandError(
             f"The process {wanted} runs code that has no name on other machines: name the job by"
@@ -180,28 +181,24 @@ def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
     return script.partition(" ")[0]
 
 
-def _find(arguments: argparse.Namespace) -> FoundJob:
-    from commlens.outside.find_ranks import find_job
+def _find(arguments: argparse.Namespace) -> list[FoundJob]:
+    from commlens.outside.find_ranks import find_worlds
 
-    return find_job(arguments.job, arguments.job_name)
-
-
-def _look_here(arguments: argparse.Namespace) -> HostSamples:
-    return _look_at(_find(arguments), arguments)
+    return find_worlds(arguments.job, arguments.job_name)
 
 
-def _look_at(job: FoundJob, arguments: argparse.Namespace) -> HostSamples:
-    from commlens.outside.look import look_at
+def _look_at(worlds: Sequence[FoundJob], arguments: argparse.Namespace) -> list[HostSamples]:
+    from commlens.outside.look import look_at_worlds
 
-    with _hardware(job) as finish:
-        found = look_at(job, window_s=arguments.window, native=arguments.native)
+    with _hardware(worlds) as finish:
+        found = look_at_worlds(worlds, window_s=arguments.window, native=arguments.native)
         if finish is not None:
-            found.health = finish([sample.log for sample in found.samples])
+            found[0].health = finish([sample.log for each in found for sample in each.samples])
     return found
 
 
 def _hardware(
-    job: FoundJob,
+    worlds: Sequence[FoundJob],
 ) -> AbstractContextManager[Callable[[Sequence[RankLog]], NodeHealth] | None]:
     """Look at this node's hardware meanwhile, unless the settings say otherwise."""
     from commlens.config import load_settings
@@ -211,7 +208,7 @@ def _hardware(
     settings = load_settings().settings
     if settings.health == "off":
         return contextlib.nullcontext()
-    return look_at_hardware(job, root_of(settings), topology_of(settings))
+    return look_at_hardware(worlds, root_of(settings), topology_of(settings))
 
 
 def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verdict) -> None:
@@ -224,8 +221,11 @@ def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verd
 
     print_verdict(verdict)
     if hosts and (arguments.stacks or arguments.native):
+        from commlens.outside.seen import SeenJob
         from commlens.reports.stacks_terminal import merge_stacks, print_classes
+        from commlens.text import naming_worlds
 
-        logs = [sample.log for host in hosts for sample in host.samples]
         print()
-        print_classes(merge_stacks(logs), whole=arguments.native)
+        with naming_worlds(verdict.worlds):
+            classes = merge_stacks([sample.log for sample in SeenJob(hosts).samples])
+            print_classes(classes, whole=arguments.native)

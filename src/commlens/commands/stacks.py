@@ -119,8 +119,9 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
     """
     from commlens.config import load_settings
     from commlens.diagnosis.select.worlds import join_worlds
-    from commlens.outside.find_ranks import find_job
-    from commlens.outside.look import look_at
+    from commlens.outside.find_ranks import find_worlds
+    from commlens.outside.look import look_at_worlds
+    from commlens.outside.seen import SeenJob
     from commlens.watch.jobs import find_jobs
     from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
     from commlens.watch.other_worlds import logs_of_other_worlds
@@ -145,8 +146,8 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
                 log.observation.stacks_note = "it runs; its stack can be read on its node"
             ranks = [*here, *elsewhere.logs]
             return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
-    samples = look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples
-    return FoundRanks([sample.log for sample in samples])
+    hosts = look_at_worlds(find_worlds(wanted, job_name), window_s=0.5, native=native)
+    return FoundRanks([sample.log for sample in SeenJob(hosts).samples])
 
 
 def _is_stale(log: RankLog) -> bool:

@@ -61,6 +61,12 @@ _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 _WAIT_SOURCE: Final = re.compile(r"\.wait\(")
 _STORE_SOURCE: Final = re.compile(r"\b(\w+)(?:\(\))?\.(get|multi_get|wait)\(")
+_METHOD_SOURCE: Final = re.compile(
+    r"\b(\w+)\.(_?(?:all|reduce|broadcast|gather|scatter|barrier)\w*)\("
+)
+"""A collective by a method of a process group, as programs with groups made by hand issue them."""
+_GROUP_NAME: Final = re.compile(r"(group|pg)$", re.IGNORECASE)
+_CONSTRUCTOR_SOURCE: Final = re.compile(r"\b(ProcessGroup\w+|TCPStore)\(")
 _DEVICE_SOURCE: Final = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\(|\.to\(")
 _DEVICE_FRAME: Final = re.compile(r"/torch/(cuda|xpu|npu|accelerator)/(__init__|streams)\.py$")
 _WAITS_FOR_DEVICE: Final = frozenset({"synchronize", "wait_stream", "wait_event", "query"})
@@ -101,7 +107,7 @@ def _in_distributed(
             continue
         name = seen.name
         if name in _SETUP:
-            found = Call("setup", name, line=line)
+            found = Call("setup", name, line=line, by_hand=name == "_new_process_group_helper")
         elif name in _MESSAGES:
             found = Call(
                 "message",
@@ -155,12 +161,22 @@ def _in_source(line: Frame, values: Locals, pid: int, *, is_innermost: bool) -> 
     match = _STORE_SOURCE.search(source) if is_innermost else None
     if match and ("Store at" in values.get(match[1], "") or match[1].lower().endswith("store")):
         return Call("store", f"store.{match[2]}", line=line)
+    if is_innermost and (call := _by_hand(source, line, values)) is not None:
+        return call
     if is_innermost and _WAIT_SOURCE.search(source):
         return Call("request", "wait", line=line)
     match = _DEVICE_SOURCE.search(source)
     if match and _uses_gpu(pid):
         return Call("device", (match[1] or "to") + "()", line=line)
     return None
+
+
+def _by_hand(source: str, line: Frame, values: Locals) -> Call | None:
+    match = _METHOD_SOURCE.search(source)
+    if match and ("ProcessGroup" in values.get(match[1], "") or _GROUP_NAME.search(match[1])):
+        return Call("collective", recorder_wire_op(match[2]), match[1], line=line, by_hand=True)
+    match = _CONSTRUCTOR_SOURCE.search(source)
+    return Call("setup", match[1], line=line, by_hand=True) if match else None
 
 
 def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:

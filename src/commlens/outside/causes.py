@@ -25,7 +25,7 @@ from commlens.model.cause import (
 )
 from commlens.outside.sample import RankSample
 from commlens.outside.seen import Found, SeenJob, ranks_of
-from commlens.outside.waits import compare_waits, needs_all
+from commlens.outside.waits import compare_waits
 
 
 def find_causes(job: SeenJob) -> list[Found[Any]]:
@@ -44,7 +44,7 @@ def find_causes(job: SeenJob) -> list[Found[Any]]:
 def none_waits(job: SeenJob) -> NoneWaits:
     """Return that no rank is seen to wait."""
     moving = [one.rank for one in job.samples if one.moved or job.doing[one.rank].works]
-    whole = len(job.ranks) == job.world
+    whole = len(job.ranks) == job.size
     return NoneWaits(
         kind="healthy",
         why="unknown",
@@ -110,8 +110,10 @@ def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
     """
     if places > 1 or len(job.outside) > len(job.stuck):
         return "low", "many-outside"
-    whole = len(job.samples) - len(job.unread) == job.world
-    if whole and any(needs_all(one.call) for one in job.stuck):
+    if not all(map(job.may_hold_up_all, job.outside)):
+        return "low", "members-unknown"
+    whole = len(job.samples) - len(job.unread) == job.size
+    if whole and all(map(job.is_needed, job.outside)):
         return "high", None
     return "medium", "members-unknown"
 
@@ -135,12 +137,15 @@ def _absence(
             waits=job.waits(),
         )
         return Found("absent", working, frame, [members], doubt)
+    # of several worlds, any rank that waits for no other one may be where it should be
+    unsure = sure == "low" and job.worlds.are_several
+    culprits = ranks if all(map(job.may_hold_up_all, members)) and not unsure else []
     missing = Missing(
         kind="missing",
         why=doing.why,
         root_cause=True,
-        culprits=ranks,
-        blamed_by="absence",
+        culprits=culprits,
+        blamed_by="absence" if culprits else "undecided",
         victims=ranks_of(job.stuck),
         confidence=sure,
         ranks=ranks,
@@ -169,7 +174,7 @@ def _unread(job: SeenJob) -> Found[Unrecorded]:
             processes=["alive" for _ in ranks],
             reason="unreadable",
             waits=job.waits(),
-            job_size=job.world,
+            job_size=job.size,
         ),
     )
 

@@ -15,6 +15,7 @@ from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
+from commlens.processes.connections import links_between
 from commlens.processes.process import command_line, has_torch
 from commlens.processes.ranks import (
     RankProcess,
@@ -46,6 +47,13 @@ class FoundJob(NamedTuple):
 
     ranks: list[RankProcess]
     expected: list[int]  # ranks that this machine should have; empty: unknown
+    key: str = ""  # what its processes have in common in their environment, on every machine
+    world: str = ""  # the name that its environment gives it
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes of its ranks."""
+        return {one.pid for one in self.ranks}
 
     @property
     def label(self) -> str:
@@ -72,20 +80,47 @@ def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
         CommandError: several jobs match.
         EvidenceError: no job matches, or its processes belong to another user.
     """
+    jobs, several = _matching(wanted, job_name)
+    if len(jobs) > 1:
+        raise several
+    return jobs[0]
+
+
+def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJob]:
+    """Return one job on this machine, and after it those whose processes are connected with it,
+    directly or through another job: these are its worlds. Arguments and errors are those of
+    :func:`find_job`.
+    """
+    jobs, several = _matching(wanted, job_name)
+    others = [job for job in find_jobs() if job.pids.isdisjoint(jobs[0].pids)]
+    links = links_between(jobs[0].pids.union(*(job.pids for job in others))) if others else {}
+    worlds = jobs[:1]
+    for world in worlds:
+        near = {pid for link in links if not world.pids.isdisjoint(link) for pid in link}
+        worlds += [job for job in others if job not in worlds and not near.isdisjoint(job.pids)]
+    pids = set().union(*(job.pids for job in worlds))
+    if not all(job.pids <= pids for job in jobs):
+        raise several
+    return worlds
+
+
+def _matching(wanted: str | None, job_name: str | None) -> tuple[list[FoundJob], CommandError]:
+    """Return at least one job that matches, and what to raise if only one may."""
     if wanted is not None and wanted.isdecimal():
-        return _of_pid(int(wanted))
+        jobs = _of_pid(int(wanted))
+        said = f"The process {wanted} started several jobs: {_choice_among(jobs)}"
+        return jobs, CommandError(said)
     jobs = [
         job
         for job in find_jobs()
         if any(wanted is None or wanted in one.command for one in job.ranks)
         and any(job_name is None or job_name in one.names for one in job.ranks)
     ]
-    if len(jobs) == 1:
-        return jobs[0]
     name = wanted or job_name
     about = f" that match {name!r}" if name else ""
     if jobs:
-        raise CommandError(f"Several jobs{about} run on this machine: {_choice_among(jobs)}")
+        said = f"Several jobs{about} run on this machine: {_choice_among(jobs)}"
+        return jobs, CommandError(said)
     raise EvidenceError(
         f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
         " Give the pid of a rank or of its launcher."
@@ -114,16 +149,22 @@ def find_jobs(preferred: Collection[int] = ()) -> list[FoundJob]:
     Args:
         preferred: pids; of several processes that are the same rank of the same job, these count.
     """
-    found: dict[tuple[str, ...], list[RankProcess]] = {}
+    found: dict[str, list[RankProcess]] = {}
+    worlds: dict[str, str] = {}
     for pid, environ in python_processes():
         one = _rank_of_a_job(pid, environ)
         if one is not None:
-            key = tuple(environ.get(name, "") for name in _SAME_JOB)
+            key = "|".join(environ.get(name, "") for name in _SAME_JOB)
             found.setdefault(key, []).append(one)
+            named = launchers.world_of(environ, one.command.encode())
+            worlds[key] = environ.get("COMMLENS_WORLD", "") or named
     for ranks in found.values():
         known = {one.rank for one in ranks if one.pid in preferred}
         ranks[:] = [one for one in ranks if one.pid in preferred or one.rank not in known]
-    jobs = [_with_expected(one_of_each(ranks)) for ranks in found.values()]
+    jobs = [
+        _with_expected(one_of_each(ranks))._replace(key=key, world=worlds[key])
+        for key, ranks in found.items()
+    ]
     return sorted(jobs, key=lambda job: min(one.start_ticks for one in job.ranks))
 
 
@@ -138,8 +179,8 @@ def _rank_of_a_job(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     return one._replace(command=command, names=tuple(names))
 
 
-def _of_pid(pid: int) -> FoundJob:
-    """Return the job of a rank, of its launcher, or of a child of a rank."""
+def _of_pid(pid: int) -> list[FoundJob]:
+    """Return the job of a rank or of a child of a rank, or the jobs of their launcher."""
     if process.read_stat(pid) is None:
         raise EvidenceError(f"There is no process {pid} on this machine.")
     refuse_foreign(pid)
@@ -149,11 +190,9 @@ def _of_pid(pid: int) -> FoundJob:
     # shell.
     for family in (ancestors_of(pid), below):
         matching = [job for job in jobs if any(one.pid in family for one in job.ranks)]
-        if len(matching) == 1:
-            return matching[0]
         if matching:
-            raise CommandError(f"The process {pid} started several jobs: {_choice_among(matching)}")
-    return _spawned(pid, below)
+            return matching
+    return [_spawned(pid, below)]
 
 
 def _spawned(pid: int, below: set[int]) -> FoundJob:

@@ -23,18 +23,19 @@ _WAIT_S: Final = 10.0  # NCCL's RAS service may take so long
 
 @contextlib.contextmanager
 def look_at_hardware(
-    job: FoundJob, root: Path, topology: Path | None = None
+    worlds: Sequence[FoundJob], root: Path, topology: Path | None = None
 ) -> Iterator[Callable[[Sequence[RankLog]], NodeHealth]]:
     """Look at the hardware of this node, and ask NCCL's RAS service, in a thread. The function that
     this yields looks a second time, and returns what was found since the job began; it takes the
     logs of the ranks on this node.
 
     Args:
-        job: the ranks on this node.
+        worlds: the ranks on this node, of each world of the job.
         root: the folder below which the node's files are.
         topology: the user's inventory of hosts.
     """
-    environments = {one.pid: process.environment(one.pid) for one in job.ranks}
+    ranks = [one for job in worlds for one in job.ranks]
+    environments = {one.pid: process.environment(one.pid) for one in ranks}
     monitor = Monitor(root, past=True, topology=topology)
     environment = next(iter(environments.values()), {})
     monitor.learn_places(environment)
@@ -52,9 +53,10 @@ def look_at_hardware(
             )
             for log in logs
         ]
-        absent = _absent(job.expected, {log.rank for log in logs})
+        expected = worlds[0].expected if len(worlds) == 1 else []
+        absent = _absent(expected, {log.rank for log in logs})
         health = monitor.report([*here, *absent], wait_s=_WAIT_S)
-        began_ns = min((_started_ns(one.start_ticks) for one in job.ranks), default=0)
+        began_ns = min((_started_ns(one.start_ticks) for one in ranks), default=0)
         events = [event for event in health.events if event.at_ns >= began_ns]
         return msgspec.structs.replace(health, began_ns=began_ns, events=events)
 

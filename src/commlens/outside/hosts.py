@@ -72,10 +72,11 @@ def look_on_hosts(
         [remote, "attach", "--samples", f"--window {window_s:g}", *map(shlex.quote, asked)]
     )
     with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(hosts)))) as pool:
-        return list(pool.map(lambda host: _look_on(host, line, window_s + _SLACK_S), hosts))
+        found = pool.map(lambda host: _look_on(host, line, window_s + _SLACK_S), hosts)
+        return [world for worlds in found for world in worlds]
 
 
-def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
+def _look_on(host: str, line: str, timeout_s: float) -> list[HostSamples]:
     try:
         done = subprocess.run(
             [*_SSH, host, line],
@@ -87,21 +88,17 @@ def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
     except FileNotFoundError:
         raise MissingDependency("--hosts needs ssh, which is not installed.") from None
     except subprocess.TimeoutExpired:
-        return HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])
+        return [HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])]
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
             f"ssh {exit_phrase(done.returncode)}"
         ]
-        return HostSamples(
-            host, notes=[sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")]
-        )
+        note = sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")
+        return [HostSamples(host, notes=[note])]
     try:
         # A login shell may print something before.
-        return msgspec.json.decode(done.stdout[done.stdout.index(b'{"host"') :], type=HostSamples)
+        samples = done.stdout[done.stdout.index(b'[{"host"') :]
+        return msgspec.json.decode(samples, type=list[HostSamples])
     except (ValueError, msgspec.DecodeError) as error:
-        return HostSamples(
-            host,
-            notes=[
-                f"{host} answered with something that is not its samples: {clean(str(error)[:200])}"
-            ],
-        )
+        note = f"{host} answered with something that is not its samples: {clean(str(error)[:200])}"
+        return [HostSamples(host, notes=[note])]

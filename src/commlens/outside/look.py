@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,7 @@ from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, script_of
 from commlens.outside.sample import Call, HostSamples, RankSample
 from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
+from commlens.processes.connections import links_between
 from commlens.processes.observer import Observer, Pulse
 from commlens.processes.pyspy import SeenFrame, SeenThread, Stacks
 from commlens.processes.ranks import RankProcess
@@ -41,10 +42,17 @@ _SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
 
 
 def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) -> HostSamples:
+    """Look at the ranks of a job with one world, as :func:`look_at_worlds` does."""
+    return look_at_worlds([job], window_s=window_s, native=native)[0]
+
+
+def look_at_worlds(
+    worlds: Sequence[FoundJob], *, window_s: float = WINDOW_S, native: bool = False
+) -> list[HostSamples]:
     """Look at all ranks of a job on this machine, several times within a window.
 
     Args:
-        job: the ranks.
+        worlds: the ranks of each of its worlds.
         window_s: seconds between the first and the last look.
         native: also read C++ frames, once; py-spy then pauses each process for some milliseconds.
 
@@ -57,34 +65,54 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) 
             "commlens attach reads stacks with py-spy, which is not installed: pip install py-spy"
         )
     observer = Observer(window_s + 5.0, use_py_spy=False)
-    for one in job.ranks:
+    ranks = [one for job in worlds for one in job.ranks]
+    for one in ranks:
         observer.add(one.pid, one.start_ticks)
     began = time.monotonic()
-    looks = _look_repeatedly(job.ranks, observer, window_s, native=native)
+    looks = _look_repeatedly(ranks, observer, window_s, native=native)
     spent = time.monotonic() - began
-    samples = [
-        _sample(one, of_rank, observer, native=native)
-        for one, of_rank in zip(job.ranks, zip(*looks, strict=True), strict=True)
-    ]
-    notes = sorted({sample.log.observation.stacks_note or "" for sample in samples} - {""})
-    if notes and not any(sample.log.observation.stacks for sample in samples):
-        raise EvidenceError(
-            f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}."
-        )
+    samples = {
+        one.pid: _sample(one, of_rank, observer, native=native)
+        for one, of_rank in zip(ranks, zip(*looks, strict=True), strict=True)
+    }
+    _require_stacks(ranks, [sample.log.observation for sample in samples.values()])
+    if len(worlds) > 1:
+        _add_links(samples)
+    found = [_of_world(job, [samples[one.pid] for one in job.ranks], spent) for job in worlds]
+    if len(worlds) == 1:
+        dumps = take_dumps(ranks)
+        found[0].notes, found[0].dumps = dumps.notes, dumps.files
+    return found
+
+
+def _require_stacks(ranks: Sequence[RankProcess], seen: Sequence[Observation]) -> None:
+    """Raise an EvidenceError if no stack could be read."""
+    notes = sorted({each.stacks_note or "" for each in seen} - {""})
+    if notes and not any(each.stacks for each in seen):
+        script = script_of(ranks[0].command)
+        raise EvidenceError(f"The stacks of {script} cannot be read: {notes[0]}.")
+
+
+def _add_links(samples: Mapping[int, RankSample]) -> None:
+    for link, free in links_between(samples).items():
+        for pid, other in (link, link[::-1]) if free else ():
+            samples[pid].linked.append(other)
+
+
+def _of_world(job: FoundJob, samples: list[RankSample], spent_s: float) -> HostSamples:
     world = max((one.world_size for one in job.ranks), default=0)
     samples = _complete(samples, job.ranks, world)
-    dumps = take_dumps(job.ranks)
-    lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in error_lines(one)]
-    size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
+    by_pid = {one.pid: one for one in job.ranks}
+    for sample in samples:
+        sample.log.world = job.world
+        sample.log_lines = error_lines(by_pid[sample.log.pid])
     return HostSamples(
         os.uname().nodename,
         samples,
-        size,
+        world or max(len(samples), *(sample.log.rank + 1 for sample in samples)),
         job.expected,
-        dumps.notes,
-        dumps.files,
-        list(dict.fromkeys(lines)),
-        spent,
+        window_s=spent_s,
+        world=job.key,
     )
 
 

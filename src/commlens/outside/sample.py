@@ -9,6 +9,7 @@ import msgspec
 from commlens.model.collective import Frame, Stack, user_frame, user_lines
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
+from commlens.text import rank_phrase
 
 CallKind = Literal["collective", "message", "request", "backward", "device", "setup", "store"]
 """``request``: the result of an earlier operation is waited for. ``backward``: autograd, in which
@@ -27,18 +28,25 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     peer: int | None = None  # messages: the other global rank
     root: int | None = None
     line: Frame | None = None  # the user's line that calls it
+    # it makes or uses a group as programs do that make it by hand: other worlds may be in it
+    by_hand: bool = False
+
+    @property
+    def needs_world(self) -> bool:
+        """Whether every rank of its world must reach it."""
+        return self.group == DEFAULT_GROUP or self.op == "init_process_group"
 
     @property
     def phrase(self) -> str:
         """``"all_reduce of the default group"``, ``"recv from rank 1"``, ``"backward"``."""
         if self.kind == "message" and self.peer is not None:
-            return f"{self.op} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
+            return f"{self.op} {'to' if self.op == 'send' else 'from'} {rank_phrase(self.peer)}"
         of = (
             f" of {self.group if self.group == DEFAULT_GROUP else f'group `{self.group}`'}"
             if self.group
             else ""
         )
-        root = f" from rank {self.root}" if self.root is not None else ""
+        root = f" from {rank_phrase(self.root)}" if self.root is not None else ""
         if self.kind == "request":
             return f"{self.op}() for an earlier operation"
         if self.kind == "device":
@@ -59,6 +67,10 @@ class RankSample(msgspec.Struct):
     # whether its stack or a value on it changed between two looks; None: unknown
     moved: bool | None = None
     counters: dict[str, int] = {}  # loop variables on its stack, by "function.name"
+    # pids of ranks on its host to which it has connections as members of a group have; only if the
+    # job has several worlds
+    linked: list[int] = []
+    log_lines: list[str] = []  # of its log, which report an error or a timeout
 
     @property
     def rank(self) -> int:
@@ -83,7 +95,7 @@ class RankSample(msgspec.Struct):
 
 
 class HostSamples(msgspec.Struct):
-    """The ranks that one host found."""
+    """The ranks of one world that one host found."""
 
     host: str
     samples: list[RankSample] = []
@@ -92,6 +104,6 @@ class HostSamples(msgspec.Struct):
     expected: list[int] = []
     notes: list[str] = []  # sentences about what could not be seen
     dumps: dict[str, bytes] = {}  # torch's own, by a name that ends with the rank
-    log_lines: list[str] = []  # that report an error or a timeout, each with its rank
     window_s: float = 0.0
     health: NodeHealth | None = None  # of the host's hardware
+    world: str = ""  # the same on all hosts, and another one for each world

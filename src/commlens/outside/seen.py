@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal
 
+import msgspec
+
 from commlens.diagnosis.causes.context import C
 from commlens.diagnosis.index.activity import Activity, activity_of
 from commlens.diagnosis.index.process_exit import process_exit_of
+from commlens.diagnosis.select.worlds import worlds_of
 from commlens.model.cause import CollectiveRef, Doubt, GroupRef, Wait
 from commlens.model.collective import Frame
 from commlens.model.ranklog import End
+from commlens.model.worlds import JobWorld, Worlds
 from commlens.outside.sample import DEFAULT_GROUP, Call, HostSamples, RankSample
 
 _CANNOT_RUN: Final = ("stopped", "holding-gil")
@@ -20,16 +24,20 @@ _CANNOT_RUN: Final = ("stopped", "holding-gil")
 
 
 class SeenJob:
-    """The ranks of one job, as samples of each host show them."""
+    """The ranks of one job, as samples of each host show them. If it has several worlds, ranks are
+    numbers of their processes.
+    """
 
     def __init__(self, hosts: Sequence[HostSamples]) -> None:
-        samples = (sample for host in hosts for sample in host.samples)
-        self.samples = sorted(samples, key=lambda one: one.rank)
+        self.worlds, parts = _worlds_on(hosts)
+        self.samples: list[RankSample] = []
+        self.expected: set[int] = set()
+        for world, host in parts:
+            self.samples += [_numbered(one, world, self.worlds) for one in host.samples]
+            self.expected |= {world.first + rank for rank in host.expected}
+        self.samples.sort(key=lambda one: one.rank)
         self.ranks = ranks_of(self.samples)
-        self.expected = {rank for host in hosts for rank in host.expected}
-        self.world = max([host.world_size for host in hosts], default=0)
-        if self.ranks:
-            self.world = max(self.world, self.ranks[-1] + 1)
+        self.size = self.worlds.size
         self.window_s = max((host.window_s for host in hosts), default=0.0)
         self.doing: dict[int, Activity] = {
             one.rank: activity_of(one.log, process_exit_of(one.log)) for one in self.samples
@@ -41,6 +49,8 @@ class SeenJob:
         self.moving: list[RankSample] = []  # in calls
         for one in self.samples:
             self._sort_in(one)
+        if self.stuck:
+            self.outside, self.moving = self._awaited(self.outside), self._awaited(self.moving)
 
     def _sort_in(self, one: RankSample) -> None:
         if one.log.observation.end is End.GONE:
@@ -56,23 +66,102 @@ class SeenJob:
         else:
             self.moving.append(one)
 
+    def world_of(self, rank: int) -> range:
+        """Return the ranks of a rank's world."""
+        return next(each.numbers for each in self.worlds.worlds if rank in each.numbers)
+
+    def own_world(self, one: RankSample) -> range | None:
+        """Return the ranks of a rank's world if it waits in a call of the whole world."""
+        is_own = one.call is not None and one.call.needs_world
+        return self.world_of(one.rank) if is_own else None
+
+    def _awaited(self, some: Sequence[RankSample]) -> list[RankSample]:
+        """Return the ranks for which ranks that are stuck may wait: those of their world, if they
+        wait in a call of the whole world; else also those that have such connections to them.
+        """
+        surely = [one for one in some if self.is_needed(one)]
+        return surely or [
+            one for one in some if any(self._may_need(stuck, one) for stuck in self.stuck)
+        ]
+
+    def is_needed(self, one: RankSample) -> bool:
+        """Return whether a rank that is stuck waits in a call that this rank must reach."""
+        return any(one.rank in (self.own_world(stuck) or ()) for stuck in self.stuck)
+
+    def may_hold_up_all(self, one: RankSample) -> bool:
+        """Return whether all ranks that are stuck may wait for this one, except those that wait for
+        their own world; and something shows that it is in a group of theirs.
+        """
+        stuck = [each for each in self.stuck if self.own_world(each) is None]
+        is_shown = any(
+            each.call is None or not each.call.by_hand or one.rank not in self.world_of(each.rank)
+            for each in stuck
+        )
+        all_may = all(self._may_need(each, one) for each in stuck)
+        return self.is_needed(one) or (is_shown and all_may)
+
+    def _may_need(self, stuck: RankSample, one: RankSample) -> bool:
+        return one.rank in self.world_of(stuck.rank) or (
+            one.log.pid in stuck.linked and one.log.host == stuck.log.host
+        )
+
     def waits(self) -> list[Wait]:
         """Return where the ranks wait, as data, the most ranks first."""
-        alike: dict[tuple[Call, str | None], list[int]] = defaultdict(list)
+        alike: dict[tuple[Call, str | None, range], list[int]] = defaultdict(list)
         for one in self.stuck:
             if one.call is not None:
-                alike[one.call, source_of(one)].append(one.rank)
+                alike[one.call, source_of(one), self.world_of(one.rank)].append(one.rank)
         waits = [
-            Wait(sorted(ranks), collective_of(call), self.group_of(call), source)
-            for (call, source), ranks in alike.items()
+            Wait(sorted(ranks), collective_of(call), self.group_of(call, ranks[0]), source)
+            for (call, source, _), ranks in alike.items()
         ]
         return sorted(waits, key=lambda wait: (-len(wait.ranks), wait.ranks))
 
-    def group_of(self, call: Call) -> GroupRef | None:
-        """Return the group of a call; None if its ranks are not known."""
+    def group_of(self, call: Call, rank: int) -> GroupRef | None:
+        """Return the group of a call of a rank; None if its ranks are not known."""
         if call.group != DEFAULT_GROUP:
             return None
-        return GroupRef("default_pg", "default_pg", list(range(self.world)))
+        return GroupRef("default_pg", "default_pg", list(self.world_of(rank)))
+
+
+def _worlds_on(hosts: Sequence[HostSamples]) -> tuple[Worlds, list[tuple[JobWorld, HostSamples]]]:
+    """Return the worlds that the hosts have seen, and the world of each host's samples."""
+    parts: dict[str, list[HostSamples]] = defaultdict(list)
+    # hosts with one world each may call the place where it meets by several names
+    several = len({host.host for host in hosts}) < len(hosts)
+    for host in hosts:
+        if host.samples or not several:
+            parts[host.world if several else ""].append(host)
+    logs = [[one.log for host in part for one in host.samples] for part in parts.values()]
+    sizes = [_size_of(part) for part in parts.values()]
+    one = Worlds((JobWorld("", 0, sum(sizes)),))
+    worlds = worlds_of(logs, sizes) if len(parts) > 1 else one
+    of_hosts = zip(worlds.worlds, parts.values(), strict=False)
+    return worlds, [(world, host) for world, part in of_hosts for host in part]
+
+
+def _size_of(hosts: Sequence[HostSamples]) -> int:
+    """Return the size of a world."""
+    sizes = [host.world_size for host in hosts]
+    return max([*sizes, *(one.rank + 1 for host in hosts for one in host.samples)], default=0)
+
+
+def _numbered(one: RankSample, world: JobWorld, worlds: Worlds) -> RankSample:
+    """Return a sample with numbers in place of ranks. In a group that may reach other worlds, no
+    number is known of a peer or a root.
+    """
+    if not worlds.are_several:
+        return one
+    call = one.call
+    if call is not None:
+        known = world.first if call.group == DEFAULT_GROUP else None
+        peer, root = (
+            None if each is None or known is None else known + each
+            for each in (call.peer, call.root)
+        )
+        call = msgspec.structs.replace(call, peer=peer, root=root)
+    log = msgspec.structs.replace(one.log, rank=world.first + one.rank, worlds=worlds)
+    return msgspec.structs.replace(one, log=log, call=call)
 
 
 def ranks_of(samples: Iterable[RankSample]) -> list[int]:
@@ -91,7 +180,16 @@ def source_of(one: RankSample) -> str | None:
 
 
 Seen = Literal[
-    "dead", "absent", "unread", "moving", "ring", "unmet", "sides", "out-of-round", "inside"
+    "dead",
+    "absent",
+    "unread",
+    "moving",
+    "ring",
+    "unmet",
+    "sides",
+    "apart",
+    "out-of-round",
+    "inside",
 ]
 """What the samples show.
 
@@ -99,7 +197,8 @@ Seen = Literal[
 while others wait. ``unread``: the stacks of some ranks are unknown, and all others wait.
 ``moving``: ranks move on in calls while others wait. ``ring``: messages wait for each other.
 ``unmet``: the other rank of a message waits in a collective. ``sides``: ranks wait in different
-calls. ``out-of-round``: one of the ranks that wait at one line is in another round of its loop.
+calls. ``apart``: the same, in groups that may have members elsewhere. ``out-of-round``: one of the
+ranks that wait at one line is in another round of its loop.
 ``inside``: all ranks wait at one line.
 """
 

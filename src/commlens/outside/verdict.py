@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from commlens.diagnosis.action import action_of
 from commlens.diagnosis.causes.circumstances import (
     add_init_meeting,
@@ -17,11 +19,22 @@ from commlens.diagnosis.causes.hardware import add_hardware_seen
 from commlens.diagnosis.index.nodes import Node, whereabouts
 from commlens.model.cause import AnyCause, Dead, StuckInside
 from commlens.model.verdict import Verdict
+from commlens.model.worlds import ONE_WORLD
 from commlens.outside.causes import find_causes, none_waits
 from commlens.outside.sample import HostSamples
 from commlens.outside.seen import SeenJob
 from commlens.outside.words import describe, describe_none_waits
-from commlens.text import capital, count, duration, joined, ranks_and_verb, ranks_phrase, sentence
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    joined,
+    naming_worlds,
+    rank_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    sentence,
+)
 
 _MOST_PIDS: Final = 8
 
@@ -33,7 +46,17 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
         hosts: the samples of each host, taken at about the same time.
     """
     job = SeenJob(hosts)
+    with naming_worlds(job.worlds):
+        verdict = _judge(hosts, job)
+    verdict.worlds = job.worlds if job.worlds else ONE_WORLD
+    return verdict
+
+
+def _judge(hosts: Sequence[HostSamples], job: SeenJob) -> Verdict:
     missing = _missing_evidence(hosts, job)
+    log_lines = [
+        f"{rank_phrase(one.rank)}'s log: {line}" for one in job.samples for line in one.log_lines
+    ]
     looked = f"{_job_words(job)} from outside, for {duration(job.window_s * 1e9)}"
     if job.absent and len(job.absent) == len(job.samples):
         return Verdict(
@@ -48,10 +71,14 @@ def judge(hosts: Sequence[HostSamples]) -> Verdict:
         _add_hardware(found.cause, hosts, job)
     findings = [describe(job, found) for found in causes]
     if findings:
+        findings[0].evidence += log_lines
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
         by_rank = {one.rank: host.host for host in hosts for one in host.samples}
         verdict.action = action_of(verdict, hosts=by_rank)
         return verdict
+    missing += [
+        f"A log has a line about an error, perhaps an old one: {line}" for line in log_lines
+    ]
     finding = describe_none_waits(job, none_waits(job))
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked)
     verdict.findings = []
@@ -66,13 +93,28 @@ def _add_init_meeting(cause: AnyCause, job: SeenJob) -> None:
         if one.call is not None and one.call.op == "init_process_group"
     }
     if came and all(one.rank in came for one in job.stuck):
-        add_init_meeting(cause, range(job.world), came)
+        world = job.world_of(job.stuck[0].rank)
+        if all(one.rank in world for one in job.stuck):
+            add_init_meeting(cause, world, came)
 
 
 def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -> None:
     """Add to a cause what is wrong with the hardware of its hosts, and what NCCL's RAS says."""
-    healths = [host.health for host in hosts if host.health is not None]
-    spans_nodes = len(hosts) > 1 or len(job.samples) + len(job.absent) < job.world
+    numbers = {(one.log.host, one.log.pid): one.rank for one in job.samples}
+    healths = [
+        msgspec.structs.replace(
+            host.health,
+            ranks=[
+                msgspec.structs.replace(each, rank=numbers.get((host.host, each.pid), each.rank))
+                for each in host.health.ranks
+            ],
+        )
+        for host in hosts
+        if host.health is not None
+    ]
+    spans_nodes = (
+        len({host.host for host in hosts}) > 1 or len(job.samples) + len(job.absent) < job.size
+    )
     add_hardware_seen(cause, healths, spans_nodes=spans_nodes)
     reports = [health.ras for health in healths if health.ras is not None]
     logs = {one.rank: one.log for one in job.samples}
@@ -92,9 +134,9 @@ def _missing_evidence(hosts: Sequence[HostSamples], job: SeenJob) -> list[str]:
     notes += [
         sentence(f"{capital(ranks_phrase(ranks))}: {text}") for text, ranks in by_text.items()
     ]
-    unseen = sorted(set(range(job.world)) - set(job.ranks) - job.expected)
+    unseen = sorted(set(range(job.size)) - set(job.ranks) - job.expected)
     if unseen:
-        where = joined([host.host for host in hosts])
+        where = joined(dict.fromkeys(host.host for host in hosts))
         was = capital(ranks_and_verb(unseen, "was", "were"))
         notes.append(
             f"{was} not seen: no such process runs on {where}. `--hosts a,b` looks on other"
@@ -108,12 +150,14 @@ def _job_words(job: SeenJob) -> str:
     sees which job it is.
     """
     samples = job.samples
-    script = next((one.log.script for one in samples if one.log.script), "")
+    scripts = [one.log.script for one in samples if one.log.script][:1]
+    of = [f" of {each}" for each in scripts]
+    if job.worlds.are_several:
+        of = [f" of {joined(world.name for world in job.worlds.worlds)}"]
     by_host: dict[str, list[str]] = defaultdict(list)
     for one in samples[:_MOST_PIDS]:
         by_host[one.log.host].append(str(one.log.pid))
     pids = "; ".join(f"{joined(pids)} on {host}" for host, pids in by_host.items())
     more = ", ..." if len(samples) > _MOST_PIDS else ""
     where = f" ({'pid' if len(samples) == 1 else 'pids'} {pids}{more})" if pids else ""
-    of = f" of {script}" if script else ""
-    return f"{count(len(samples), 'rank')} of {job.world}{of}{where}"
+    return f"{count(len(samples), 'rank')} of {job.size}{''.join(of)}{where}"

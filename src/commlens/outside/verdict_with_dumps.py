@@ -21,7 +21,6 @@ from commlens.outside.verdict import judge
 def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
     """Return the verdict on all evidence about one job."""
     verdict = judge(hosts)
-    _add_log_lines(verdict, hosts)
     dumps = {name: content for host in hosts for name, content in host.dumps.items()}
     healths = [host.health for host in hosts if host.health is not None]
     recorded = _of_dumps(dumps, healths, verdict) if dumps else None
@@ -41,16 +40,6 @@ def judge_with_dumps(hosts: Sequence[HostSamples]) -> Verdict:
     )
     recorded.findings += verdict.findings
     return recorded
-
-
-def _add_log_lines(verdict: Verdict, hosts: Sequence[HostSamples]) -> None:
-    lines = [line for host in hosts for line in host.log_lines]
-    if verdict.findings:
-        verdict.findings[0].evidence += lines
-    else:
-        verdict.missing_evidence += [
-            f"A log has a line about an error, perhaps an old one: {line}" for line in lines
-        ]
 
 
 def _with_stacks(

@@ -20,7 +20,7 @@ from commlens.model.cause import (
     RingWait,
     StuckInside,
 )
-from commlens.outside.sample import DEFAULT_GROUP, Call, RankSample
+from commlens.outside.sample import RankSample
 from commlens.outside.seen import Found, SeenJob, collective_of, ranks_of, source_of
 
 _BLIND: Final = frozenset({"request", "device"})
@@ -29,12 +29,7 @@ _BLIND: Final = frozenset({"request", "device"})
 
 def compare_waits(job: SeenJob) -> Found[Any]:
     """Find the cause if all ranks of a job wait in calls."""
-    return _ring(job) or _unmet(job) or _sides(job)
-
-
-def needs_all(call: Call | None) -> bool:
-    """Return whether every rank of the job must reach a call."""
-    return call is not None and (call.group == DEFAULT_GROUP or call.op == "init_process_group")
+    return _ring(job) or _unmet(job) or _sides_of_a_world(job) or _sides(job, job.stuck)
 
 
 def _ring(job: SeenJob) -> Found[Cycle] | None:
@@ -112,23 +107,45 @@ def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
     )
 
 
-def _sides(job: SeenJob) -> Found[Any]:
-    """Compare the calls in which all ranks wait. The majority decides if every rank must reach one
-    of the two calls.
+def _sides_of_a_world(job: SeenJob) -> Found[Any] | None:
+    """Compare the calls in which the ranks of one of several worlds wait, if each of these calls
+    needs the whole world.
+    """
+    for world in job.worlds.worlds if job.worlds.are_several else ():
+        members = [one for one in job.stuck if one.rank in world.numbers]
+        whole = len(members) == world.size
+        if whole and all(one.call is not None and one.call.needs_world for one in members):
+            found = _sides(job, members)
+            if found.seen == "sides":
+                return found
+    return None
+
+
+def _sides(job: SeenJob, stuck: Sequence[RankSample]) -> Found[Any]:
+    """Compare the calls in which ranks wait. The majority decides if every rank must reach one of
+    the two calls, and the ranks are of one world.
     """
     classes: dict[object, list[RankSample]] = defaultdict(list)
-    for one in job.stuck:
+    for one in stuck:
         assert one.call is not None
-        classes[(one.call.kind, one.call.op, one.call.root, one.path)].append(one)
+        call = one.call.kind, one.call.op, one.call.root
+        classes[(*call, job.own_world(one), one.path)].append(one)
     sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
     if len(sides) == 1:
         return _out_of_round(job) or _find_stuck_inside(job)
-    return Found("sides", _disagreement(job, sides), sides[0][0].line, sides)
+    world = job.world_of(stuck[0].rank)
+    if all(one.rank in world for one in stuck) and not any(
+        one.call.by_hand for one in stuck if one.call is not None
+    ):
+        return Found("sides", _disagreement(job, sides, stuck), sides[0][0].line, sides)
+    return Found("apart", _stuck_inside_cause(job, []), sides[0][0].line, sides)
 
 
-def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismatch | Cycle:
+def _disagreement(
+    job: SeenJob, sides: Sequence[Sequence[RankSample]], stuck: Sequence[RankSample]
+) -> Mismatch | Cycle:
     odd, most = sides[0], sides[-1]
-    other_round = _odd_round(job.stuck)
+    other_round = _odd_round(stuck)
     decided = _is_decided(sides)
     kind = _kind_of(odd[0], most[0], decided=decided)
     if kind == "cycle":
@@ -152,7 +169,7 @@ def _disagreement(job: SeenJob, sides: Sequence[Sequence[RankSample]]) -> Mismat
         blamed_by="majority" if decided else "undecided",
         victims=ranks_of(most if decided else job.stuck),
         confidence="medium" if decided else "low",
-        group=job.group_of(call) if call is not None else None,
+        group=job.group_of(call, odd[0].rank) if call is not None else None,
         number=0,
         issued=[
             Issued(
@@ -179,7 +196,9 @@ def _is_decided(sides: Sequence[Sequence[RankSample]]) -> bool:
     calls = [call for call in (odd[0].call, most[0].call) if call is not None]
     # A rank that alone waits for a key waits for one other, which may be any of them.
     waits_for_key = odd[0].call is not None and odd[0].call.kind == "store"
-    comparable = any(map(needs_all, calls)) and not any(call.kind in _BLIND for call in calls)
+    comparable = any(call.needs_world for call in calls) and not any(
+        call.kind in _BLIND for call in calls
+    )
     return comparable and not waits_for_key
 
 
@@ -199,7 +218,8 @@ def _kind_of(odd: RankSample, most: RankSample, *, decided: bool) -> Kind:
 
 def _out_of_round(job: SeenJob) -> Found[Mismatch] | None:
     """Find the rank that waits at the same line as all others, in another round of its loop."""
-    ahead = _odd_round(job.stuck) if len(job.stuck) > 2 else None
+    several = job.worlds.are_several  # their loops need not be in step
+    ahead = _odd_round(job.stuck) if len(job.stuck) > 2 and not several else None
     if ahead is None:
         return None
     odd = next(one for one in job.stuck if one.rank == ahead.rank)
@@ -213,7 +233,7 @@ def _out_of_round(job: SeenJob) -> Found[Mismatch] | None:
         blamed_by="rounds",
         victims=[rank for rank in ranks_of(job.stuck) if rank != ahead.rank],
         confidence="low",
-        group=job.group_of(call),
+        group=job.group_of(call, odd.rank),
         number=0,
         issued=[
             Issued(ranks_of(job.stuck), collective_of(call), Arguments(), source_of(odd)),
@@ -232,7 +252,11 @@ def _find_stuck_inside(job: SeenJob) -> Found[StuckInside]:
         for one in job.stuck
         if job.doing[one.rank].works and not job.doing[one.rank].unclear
     ]
-    cause = StuckInside(
+    return Found("inside", _stuck_inside_cause(job, busy), job.stuck[0].line)
+
+
+def _stuck_inside_cause(job: SeenJob, busy: list[int]) -> StuckInside:
+    return StuckInside(
         kind="waiting" if busy else "stuck-inside",
         why="in-collective",
         root_cause=not busy,
@@ -244,7 +268,6 @@ def _find_stuck_inside(job: SeenJob) -> Found[StuckInside]:
         waits=job.waits(),
         busy=busy,
     )
-    return Found("inside", cause, job.stuck[0].line)
 
 
 def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:

@@ -35,6 +35,7 @@ from commlens.text import (
     duration,
     frame_phrase,
     joined,
+    rank_phrase,
     ranks_and_verb,
     ranks_phrase,
     verb,
@@ -43,6 +44,10 @@ from commlens.text import (
 _MORE: Final = (
     "Sequence numbers would decide it: start the job with `commlens launch`, or with torch's Flight"
     " Recorder and a pipe for dumps."
+)
+_GROUPS_UNKNOWN: Final = (
+    "Which ranks are in which group, and in which order they called them, cannot be seen from"
+    " outside, so no rank is named."
 )
 _DOUBTS: Final[Mapping[Doubt, str]] = {
     "members-unknown": MEMBERS_UNKNOWN,
@@ -125,7 +130,7 @@ def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
         it = verb(ranks, "it works, so it", "they work, so they")
         doubt = f"{capital(it)} may still arrive."
     are = capital(ranks_and_verb(ranks, "is", "are"))
-    first = verb(ranks, "", f". Rank {one.rank}")
+    first = verb(ranks, "", f". {capital(rank_phrase(one.rank))}")
     return Words(
         summary=f"{did}{_waiting(job, '; ')}",
         explanation=(
@@ -150,8 +155,8 @@ def _absence_step(job: SeenJob, found: Found[Missing | Working]) -> str:
         )
     where = doing.frame.function if doing.frame is not None else "its stack"
     return (
-        f"look at {where} on rank {one.rank} (pid {log.pid} on {log.host}); `commlens stacks"
-        f" {log.pid}` shows all stacks"
+        f"look at {where} on {rank_phrase(one.rank)} (pid {log.pid} on {log.host});"
+        f" `commlens stacks {log.pid}` shows all stacks"
     )
 
 
@@ -203,11 +208,12 @@ def _unmet(job: SeenJob, found: Found[Missing]) -> Words:
     return Words(
         summary=f"{_waits_at_line([one])}, but {_waits_at_line([other])}",
         explanation=(
-            f"Rank {other.rank} has left out its {part}, or has not come to it because it waits"
-            f" itself; or rank {one.rank} calls {op} where it should not. {_unmoved_sentence(job)}"
+            f"{capital(rank_phrase(other.rank))} has left out its {part}, or has not come to it"
+            f" because it waits itself; or {rank_phrase(one.rank)} calls {op}"
+            f" where it should not. {_unmoved_sentence(job)}"
         ),
         next_step=(
-            f"compare the messages between ranks {one.rank} and {other.rank} before"
+            f"compare the messages between {ranks_phrase([one.rank, other.rank])} before"
             f" {frame_phrase(one.line)}"
         ),
         would_raise_confidence=_MORE,
@@ -225,10 +231,7 @@ def _sides(job: SeenJob, found: Found[Mismatch | Cycle]) -> Words:
     elif len(sides) == 2 and len(odd) == len(most):
         why = "As many ranks stand in one call as in the other, so no rank is named."
     else:
-        why = (
-            "Which ranks are in which group, and in which order they called them, cannot be seen"
-            " from outside, so no rank is named."
-        )
+        why = _GROUPS_UNKNOWN
     ahead = found.cause.other_round
     step = f" {capital(_round(ahead))}." if ahead is not None else ""
     return Words(
@@ -246,13 +249,24 @@ def _sides(job: SeenJob, found: Found[Mismatch | Cycle]) -> Words:
     )
 
 
+def _apart(job: SeenJob, found: Found[StuckInside]) -> Words:
+    return Words(
+        summary="; ".join(_waits_at_line(side) for side in found.sides),
+        explanation=(
+            f"All ranks wait, in different calls. {_GROUPS_UNKNOWN} {_unmoved_sentence(job)}"
+        ),
+        next_step="find out which members of the groups made by hand have not come to these calls",
+        would_raise_confidence=_MORE,
+    )
+
+
 def _out_of_round(job: SeenJob, found: Found[Mismatch]) -> Words:
     ahead = found.cause.other_round
     assert ahead is not None
     return Words(
         summary=f"{_round(ahead)}; {_waits_at_line(job.stuck)}",
         explanation=f"Its loop is not in step with the others'. {_unmoved_sentence(job)}",
-        next_step=f"find out which round of its loop rank {ahead.rank} left out or added",
+        next_step=f"find out which round of its loop {rank_phrase(ahead.rank)} left out or added",
         would_raise_confidence=_MORE,
     )
 
@@ -279,6 +293,8 @@ def _compare(job: SeenJob, found: Found[StuckInside]) -> str:
     call = job.stuck[0].call
     at = f" at {frame_phrase(found.frame)}" if found.frame is not None else ""
     step = step_without_tensors(call.op, at) if call is not None else ""
+    if call is not None and call.kind == "setup" and not step:
+        return f"find out which member does not come to it, or comes to another store{at}"
     return step or "compare the tensors' shapes, and look at the network"
 
 
@@ -290,6 +306,7 @@ _WORDS: Final[Mapping[Seen, Callable[[SeenJob, Any], Words]]] = {
     "ring": _ring,
     "unmet": _unmet,
     "sides": _sides,
+    "apart": _apart,
     "out-of-round": _out_of_round,
     "inside": _inside,
 }
@@ -297,7 +314,7 @@ _WORDS: Final[Mapping[Seen, Callable[[SeenJob, Any], Words]]] = {
 
 def _places(job: SeenJob) -> list[str]:
     """Return where each class of ranks stands, the smallest first."""
-    found: dict[str, list[int]] = defaultdict(list)
+    found: dict[tuple[str, range | None], list[int]] = defaultdict(list)
     for one in job.samples:
         where = f" at {frame_phrase(one.line)}" if one.line is not None else ""
         text = (
@@ -305,10 +322,10 @@ def _places(job: SeenJob) -> list[str]:
             if one.call is not None
             else activity_words(job.doing[one.rank])
         )
-        found[text].append(one.rank)
+        found[text, job.own_world(one)].append(one.rank)
     return [
         f"{capital(ranks_phrase(ranks))}: {text}."
-        for text, ranks in sorted(found.items(), key=lambda item: len(item[1]))
+        for (text, _), ranks in sorted(found.items(), key=lambda item: len(item[1]))
     ]
 
 
@@ -316,13 +333,14 @@ def _waiting(job: SeenJob, before: str) -> str:
     """Return where the waiting ranks wait: the call in which most of them are, and how many other
     calls there are.
     """
-    calls: dict[tuple[str, str], list[int]] = defaultdict(list)
+    calls: dict[tuple[str, str, range | None], list[int]] = defaultdict(list)
     for one in job.stuck:
         if one.call is not None:
-            calls[(one.call.phrase, frame_phrase(one.line))].append(one.rank)
+            call = one.call.phrase, frame_phrase(one.line), job.own_world(one)
+            calls[call].append(one.rank)
     if not calls:
         return ""
-    (phrase, where), ranks = max(calls.items(), key=lambda item: len(item[1]))
+    (phrase, where, _), ranks = max(calls.items(), key=lambda item: len(item[1]))
     text = f"{before}{ranks_and_verb(ranks_of(job.stuck), 'waits', 'wait')} in {phrase}"
     if len(calls) > 1:
         others = count(len(calls) - 1, "other call")
@@ -338,7 +356,9 @@ def _unmoved_sentence(job: SeenJob) -> str:
 def _round(ahead: LoopRound, others: str = "the others") -> str:
     """``"rank 2 is in step 7, the others in step 6"``."""
     name = ahead.variable
-    return f"rank {ahead.rank} is in {name} {ahead.value}, {others} in {name} {ahead.others}"
+    return (
+        f"{rank_phrase(ahead.rank)} is in {name} {ahead.value}, {others} in {name} {ahead.others}"
+    )
 
 
 def _waits_at_line(members: Sequence[RankSample]) -> str:

@@ -40,28 +40,21 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
 
 
-class Link(NamedTuple):
-    """Two processes that hold the two ends of a connection; the first one has the lower pid."""
-
-    pid: int
-    other: int
-
-
-def links_between(pids: Iterable[int]) -> dict[Link, bool]:
-    """Return the processes that are connected with each other, and whether one of their connections
-    has a port chosen by the kernel at both ends. Gloo and NCCL connect members of a group so; a
-    server, such as a store, mostly has a port that was chosen for it.
+def links_between(pids: Iterable[int]) -> dict[tuple[int, int], bool]:
+    """Return the pairs of processes that are connected with each other, the lower pid first, and
+    whether one of their connections has a port chosen by the kernel at both ends. Gloo and NCCL
+    connect members of a group so; a server, such as a store, mostly has a port of its own.
     """
     first_free = int((read_text("/proc/sys/net/ipv4/ip_local_port_range") or "32768").split()[0])
     ends: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for pid in sorted(pids):
         for namespace, row in _connections_of(pid):
             ends[namespace, row.local, row.remote].append(pid)
-    found: dict[Link, bool] = {}
+    found: dict[tuple[int, int], bool] = {}
     for (namespace, local, remote), holders in ends.items():
         free = min(port_of(local), port_of(remote)) >= first_free
         for link in (
-            Link(pid, other)
+            (pid, other)
             for pid in holders
             for other in ends.get((namespace, remote, local), ())
             if pid < other

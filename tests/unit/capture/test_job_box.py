@@ -62,19 +62,3 @@ def test_a_lock_that_is_held_is_not_waited_for_long(
     monkeypatch.setattr(job_box, "_LOCK_S", 0.1)
     with job_box._locked(tmp_path), job_box._locked(tmp_path):
         pass
-
-
-@pytest.mark.parametrize(
-    ("command", "replica", "name"),
-    [
-        (b"ray::Trainer.setup\0", "", "Trainer"),
-        (b"ray::IDLE\0", "3", "replica 3"),
-        (b"python\0train.py\0", "", ""),
-    ],
-)
-def test_the_name_of_a_program_that_gives_none(
-    monkeypatch: pytest.MonkeyPatch, command: bytes, replica: str, name: str
-) -> None:
-    monkeypatch.setattr(job_box, "_command_line", lambda _: command)
-    monkeypatch.setenv("REPLICA_GROUP_ID", replica)
-    assert job_box._known_world() == name

@@ -13,6 +13,7 @@ from commlens.outside import find_ranks
 from commlens.outside.find_ranks import (
     FoundJob,
     find_job,
+    find_worlds,
     script_of,
     short_command_of,
 )
@@ -106,3 +107,43 @@ def test_of_two_processes_of_one_rank_the_preferred_one_counts(monkeypatch, mine
         assert [each.pid for each in job.ranks] == [pids[mine]]
         for child in (one, other):
             child.communicate()
+
+
+@pytest.mark.parametrize(
+    ("links", "wanted", "found"),
+    [
+        ([(42, 51), (52, 61)], None, [41, 51, 61]),
+        ([(42, 51), (52, 61)], "rollout", [51, 41, 61]),
+        ([(42, 51)], "trainer", [41, 51]),
+        ([(42, 51)], "rollout", [51, 41]),
+        ([(42, 51)], "serve", [61]),
+        ([], "rollout", [51]),
+        ([(42, 51)], None, None),
+    ],
+)
+def test_jobs_that_are_connected_are_worlds_of_one(monkeypatch, links, wanted, found):
+    jobs = [
+        FoundJob(
+            [RankProcess(rank, pid + rank, 1, 2, rank, command=f"python {s}") for rank in (0, 1)],
+            [],
+        )
+        for pid, s in ((41, "rl.py trainer"), (51, "rl.py rollout"), (61, "serve.py"))
+    ]
+    monkeypatch.setattr(find_ranks, "find_jobs", lambda: jobs)
+    monkeypatch.setattr(find_ranks, "links_between", lambda _: dict.fromkeys(links, False))
+    if found is None:
+        with pytest.raises(CommandError, match="Several jobs run on this machine"):
+            find_worlds(wanted)
+    else:
+        assert [job.ranks[0].pid for job in find_worlds(wanted)] == found
+
+
+def test_the_name_of_a_world(monkeypatch):
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    named = {"COMMLENS_WORLD": "actor", "REPLICA_GROUP_ID": "1", "MASTER_PORT": "2"}
+    replica = {"REPLICA_GROUP_ID": "1", "MASTER_PORT": "3"}
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        each = [(child.pid, environ | own) for own in ({}, named, replica)]
+        monkeypatch.setattr(find_ranks, "python_processes", lambda: each)
+        assert sorted(job.world for job in find_ranks.find_jobs()) == ["", "actor", "replica 1"]
+        child.communicate()

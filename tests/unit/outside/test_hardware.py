@@ -127,7 +127,7 @@ def this_job(*expected: int) -> FoundJob:
 def look(root: Path, job: FoundJob, meanwhile: object = None) -> NodeHealth:
     logs = [sample(0, call("all_reduce", 8)).log]
     logs[0].pid, logs[0].local_rank = os.getpid(), 0
-    with look_at_hardware(job, root) as finish:
+    with look_at_hardware([job], root) as finish:
         if callable(meanwhile):
             meanwhile()
         return finish(logs)

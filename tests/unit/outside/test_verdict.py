@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 from goldens import hold
-from seen_ranks import FUNCTIONAL, GROUP, call, frame, sample, seen_on, stay
+from seen_ranks import (
+    C10D,
+    FUNCTIONAL,
+    GROUP,
+    call,
+    frame,
+    sample,
+    seen_on,
+    stay,
+    synced,
+    two_worlds,
+)
 
 from commlens.model.ranklog import StoreSeen
 from commlens.outside.calls import find_call
@@ -207,3 +218,70 @@ def test_of_many_ranks_some_pids_tell_the_job_from_others():
         "9 ranks of 9 of train.py (pids 100, 101, 102, 103, 104, 105, 106 and 107 on n1, ...) from"
         " outside"
     )
+
+
+def test_a_rank_of_another_world_is_named_by_its_world():
+    trainers, rollouts = [synced(81), call("barrier", 90)], [synced(81), stay("load", 57)]
+    found = judge(two_worlds(trainers, rollouts))
+    assert (found.kind, found.culprits, found.confidence) == ("missing", [3], "medium")
+    hold("outside/of-another-world", found)
+    unknown = judge(two_worlds(trainers, rollouts, linked="t0-r0"))
+    assert (unknown.culprits, unknown.confidence) == ([], "low"), "it may be in no such group"
+
+
+def test_all_ranks_of_two_worlds_wait():
+    """Rank 0 of the trainers waits for rollout workers: the majority of its world is no sign."""
+    trainers = [synced(81), *[call("barrier", 90)] * 3]
+    found = judge(two_worlds(trainers, [synced(81), call("barrier", 90)]))
+    assert (found.culprits, found.confidence) == ([], "low")
+    assert found.kind == "stuck-inside" and not found.certain
+    hold("outside/two-worlds-wait", found)
+    inside = judge(
+        two_worlds(
+            [*[call("barrier", 90)] * 2, call("all_gather", 91)], [synced(81)], linked="t0-r0"
+        )
+    )
+    assert (inside.kind, inside.culprits) == ("mismatch/op", [2])
+
+
+def test_lines_of_logs_name_the_world():
+    hosts = two_worlds([synced(81)], [stay("load", 57), synced(81)])
+    hosts[1].samples[0].log_lines = ["RuntimeError: no"]
+    assert "rollout 0's log: RuntimeError: no" in judge(hosts).findings[0].evidence
+
+
+def by_hand(tmp_path: Path, text: str) -> list[SeenFrame]:
+    """A rank in a method that is written in C++: only the line shows it."""
+    file = tmp_path / f"{abs(hash(text))}.py"
+    file.write_text(f"{text}\n")
+    return [frame("sync", 1, str(file)), frame("main", 88)]
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("group.allreduce([weights]).wait()", "all_reduce of group `group`"),
+        ("self.sync_pg.broadcast(weights, 0)", "broadcast of group `sync_pg`"),
+        ("backend = ProcessGroupGloo(store, 0, 3)", "ProcessGroupGloo"),
+        ("store = dist.TCPStore(host, port, 3, False)", "TCPStore"),
+        ("work.wait()", "wait() for an earlier operation"),
+        ("values.reduce(numbers)", None),
+    ],
+)
+def test_calls_that_make_or_use_a_group_by_hand(tmp_path: Path, text: str, phrase: str | None):
+    found = find_call(by_hand(tmp_path, text), os.getpid())
+    assert (found.phrase if found is not None else None) == phrase
+    if found is not None:
+        assert found.by_hand is (phrase is not None and not phrase.startswith("wait"))
+
+
+def test_a_group_made_by_hand_may_have_members_elsewhere(tmp_path: Path):
+    """Rank 0 waits for another world, which is not on this machine."""
+    waits = by_hand(tmp_path, "group.allreduce(weights).wait()")
+    found = verdict(waits, *[call("barrier", 90)] * 3)
+    assert (found.kind, found.culprits) == ("stuck-inside", [])
+    made = [frame("_new_process_group_helper", 1, C10D), frame("join", 44)]
+    assert verdict(made, *[call("barrier", 90)] * 3).culprits == []
+    alone = verdict(waits, stay("load", 57), waits)
+    assert (alone.kind, alone.culprits, alone.confidence) == ("missing", [], "low")
+    assert verdict(waits, stay("load", 57), call("barrier", 90)).culprits == [1]

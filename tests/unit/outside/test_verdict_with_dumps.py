@@ -27,6 +27,7 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
         )
 
     samples = [sample(rank, call("all_reduce", 81)) for rank in range(4)]
+    samples[0].log_lines = ["NCCL WARN"]
     files = {f"torch_dump_rank_{rank}": rank_dump(4 if rank == 2 else 5) for rank in range(4)}
     host = HostSamples(
         "n1",
@@ -34,7 +35,6 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
         4,
         [0, 1, 2, 3],
         dumps=files,
-        log_lines=["rank 0's log: NCCL WARN"],
         window_s=2.5,
     )
     found = judge_with_dumps([host])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from commlens.processes.connections import Link, links_between, port_of, tcp_rows
+from commlens.processes.connections import links_between, port_of, tcp_rows
 
 CONNECT = "import socket, sys; s = socket.create_connection(('{}', {})); print(); sys.stdin.read()"
 
@@ -36,7 +36,7 @@ def test_processes_at_the_two_ends_of_a_connection(
                 assert child.stdout is not None
                 child.stdout.readline()
             found = links_between([one.pid, os.getpid(), other.pid])
-            mine = {Link(*sorted((os.getpid(), child.pid))): not chosen for child in (one, other)}
+            mine = {tuple(sorted((os.getpid(), child.pid))): not chosen for child in (one, other)}
             assert found == mine, "the clients are not connected with each other"
             assert links_between([one.pid, other.pid]) == {}
             for child in (one, other):

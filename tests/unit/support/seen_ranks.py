@@ -82,3 +82,35 @@ def seen_on(*frames: list[SeenFrame], **options: object) -> list[HostSamples]:
     """One host with a rank for each of these stacks."""
     samples = [sample(rank, each, world=len(frames), **options) for rank, each in enumerate(frames)]
     return [HostSamples("n1", samples, len(frames), list(range(len(frames))), window_s=2.5)]
+
+
+def two_worlds(
+    trainers: list[list[SeenFrame]],
+    rollouts: list[list[SeenFrame]],
+    linked: str = "t0-r0 t0-r1",
+    **options: object,
+) -> list[HostSamples]:
+    """One host with the ranks of two worlds, and connections like those of a group's members
+    between them.
+    """
+    hosts, pids = [], {}
+    for name, first, stacks in (("trainer", 100, trainers), ("rollout", 200, rollouts)):
+        samples = [
+            sample(rank, each, world=len(stacks), **options) for rank, each in enumerate(stacks)
+        ]
+        for one in samples:
+            one.log.pid, one.log.script = first + one.rank, f"rl.py {name}"
+            pids[f"{name[0]}{one.rank}"] = one
+        hosts.append(HostSamples("n1", samples, len(stacks), [], window_s=2.5, world=name))
+    for link in linked.split():
+        one, other = (pids[each] for each in link.split("-"))
+        one.linked.append(other.log.pid)
+        other.linked.append(one.log.pid)
+    return hosts
+
+
+def synced(line: int) -> list[SeenFrame]:
+    """A rank in a collective of a group that a variable holds."""
+    seen = call("all_reduce", line, passed=GROUP)
+    seen.insert(3, frame("sync", line, weights=GROUP))
+    return seen

@@ -37,21 +37,29 @@ def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
     runs = sorted(known, key=lambda logs: (_script(logs), logs[0].job, logs[0].restart))
     if len(runs) < 2 and not any(_made_by(log) for logs in runs for log in logs):
         return [log for logs in runs for log in logs]
-    worlds, first = [], 0
-    for logs, name in zip(runs, _names(runs), strict=True):
-        size = max([*(log.world_size for log in logs), *(log.rank + 1 for log in logs)])
-        worlds.append(JobWorld(name, first, size))
-        first += size
+    sizes = [
+        max([*(log.world_size for log in logs), *(log.rank + 1 for log in logs)]) for logs in runs
+    ]
+    worlds = worlds_of(runs, sizes).worlds
     groups = _Groups(runs, worlds)
     numbered = [
         _numbered(log, world, groups)
         for logs, world in zip(runs, worlds, strict=True)
         for log in logs
     ]
-    names = Worlds(tuple(worlds), tuple(groups.outsiders), tuple(groups.presumed))
+    names = Worlds(worlds, tuple(groups.outsiders), tuple(groups.presumed))
     for log in numbered:
         log.worlds = names
     return numbered
+
+
+def worlds_of(runs: Sequence[Sequence[RankLog]], sizes: Sequence[int]) -> Worlds:
+    """Return the names of the processes of worlds with these logs and sizes."""
+    worlds, first = [], 0
+    for name, size in zip(_names(runs), sizes, strict=True):
+        worlds.append(JobWorld(name, first, size))
+        first += size
+    return Worlds(tuple(worlds))
 
 
 class _Claim(NamedTuple):
