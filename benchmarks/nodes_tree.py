@@ -43,8 +43,7 @@ from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
 from commlens.watch import other_nodes
 from commlens.watch.few_ranks import few_ranks
-from commlens.watch.nodes import ask, bundles, exchange, periods, remote_evidence, states_tree
-from commlens.watch.nodes.ask import AskedNodes
+from commlens.watch.nodes import bundles, exchange, periods, remote_evidence, states_tree
 from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.calls import wake_key
@@ -52,6 +51,7 @@ from commlens.watch.nodes.periods import QUICK_S, rest_period_s, rests_long
 from commlens.watch.nodes.remote_evidence import newest_records
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.status_answers import QUESTION
+from commlens.watch.other_nodes import AskedNodes
 from commlens.watch.snapshot import one_run
 
 RANKS: Final = 8
@@ -241,7 +241,7 @@ def simulate(count: int) -> Row:
     """Simulate so many nodes."""
     for module in (exchange, periods):
         module.LOST_S = NEVER_S  # type: ignore[attr-defined]
-    exchange.GATHER_S = ask._ANSWERS_S = NEVER_S  # type: ignore[misc]
+    exchange.GATHER_S = other_nodes._ANSWERS_S = NEVER_S  # type: ignore[misc]
     states_tree.FIRST_S = NEVER_S  # type: ignore[misc]
     for module in (bundles, exchange):
         module.STALE_S = NEVER_S  # type: ignore[attr-defined]

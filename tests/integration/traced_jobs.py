@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commlens
-from commlens.tracing.preview import dtensor
+from commlens.tracing.preview.world import clear_caches
 
 RANKS = 4
 WIDTH = 8
@@ -145,7 +145,7 @@ JOBS: dict[str, Callable[[], None]] = {
 def run(job: Callable[[], None], **group: Any) -> None:
     """Run a job in a process group of its own."""
     # real groups of an earlier job confuse DTensor as much as those of a preview
-    dtensor.clear_caches()
+    clear_caches()
     torch.manual_seed(0)
     dist.init_process_group("gloo", **group)
     job()

@@ -37,7 +37,7 @@ def safely(function: Callable[..., Any], *args: Any) -> Any:
 
 def hook_init(listener: Callable[[], Any]) -> None:
     """Install the hooks, once per process. Each call of a hooked function calls ``listener`` for
-    the current :class:`commlens.capture.torch_events.TorchEvents`; None: nothing listens.
+    the current :class:`commlens.capture.session.TorchEvents`; None: nothing listens.
     """
     global _hooked
     if _hooked:

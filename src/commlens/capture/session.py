@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from commlens import config
 from commlens.blackbox import layout as L
-from commlens.capture.init_hooks import hook_init, safely
+from commlens.capture import rank_environment
+from commlens.capture.init_hooks import After, hook_init, safely
+from commlens.capture.rank_environment import PlaceInJob
 from commlens.capture.recording import Recording
-from commlens.capture.torch_events import TorchEvents
+from commlens.model.ops import STORE_CLIENT, STORE_SERVER
+from commlens.tap.hand_made import (
+    group_store,
+    membership,
+    note_backend,
+    note_by_hand,
+    store_address,
+    store_name,
+)
+from commlens.text import count
 
 _recording: Recording | None = None
 _events: TorchEvents | None = None
@@ -124,3 +137,213 @@ def expect_slow(label: str) -> Iterator[None]:
     finally:
         current.expecting.pop()
         safely(current.write_expecting)
+
+
+log = logging.getLogger("commlens")
+
+
+# --- the effects on the recording of torch's calls that make and destroy groups
+
+
+class TorchEvents:
+    """The listener of the hooks in ``torch.distributed`` (:mod:`commlens.capture.init_hooks`).
+
+    Each ``before_...`` gets the arguments of the call by name, and may return a function to call
+    after the call: with whether it raised, and its result. Errors of all these are logged, not
+    raised, except those of the function that ``before_destroy`` returns.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    def before_init(self, given: dict[str, Any]) -> After:
+        """``init_process_group`` was called."""
+        place = rank_environment.place_of(given)
+        if not place.is_pretended:
+            from commlens.capture import job_box
+
+            if twin := safely(job_box.twin_of, self.recording.settings, place):
+                log.warning("commlens: %s.", twin)
+        self.recording.begin(place)
+        if not self.recording.is_recording:
+            return None
+        self.recording.setups.init_began(place.world_size, place.backend, place.meeting or None)
+        return self._after_init
+
+    def _after_init(self, raised: bool, _: Any) -> None:
+        self.recording.setups.init_ended(raised)
+        if not raised:
+            self.recording.note_default_group()
+            if self.recording.recorder.verifier is not None and self.recording.settings.debug:
+                safely(self.recording.recorder.verifier.link)
+
+    def before_new_group(self, given: dict[str, Any]) -> After:
+        """A group is about to be made. For a program that goes past ``init_process_group``, this is
+        where recording begins.
+        """
+        import torch.distributed as dist
+
+        recording = self.recording
+        is_default = not dist.is_initialized()
+        rank, size = given["group_rank"], given["group_size"]
+        name, backend = str(given["group_name"]), str(given["backend"])
+        ranks = given["global_ranks_in_group"] or ()  # a default group has none
+        by_hand = None
+        if is_default:
+            place = {"rank": rank, "world_size": size, "backend": backend}
+            safely(recording.begin, rank_environment.place_of(place))
+        elif not ranks:
+            by_hand = membership(rank, size, given["store"], name)
+        if not recording.is_recording:
+            return None
+        if is_default:
+            # Calls of init_process_group do not show this: one may be refused, and init_device_mesh
+            # may have imported its name before commlens was switched on.
+            recording.recorder.groups.started_again()
+            if recording.recorder.verifier is not None:
+                recording.recorder.verifier.group_destroyed()
+            recording.setups.init_began(size, backend, None)
+        else:
+            description = str(given.get("group_desc") or "")
+            recording.setups.group_began(name, description, ranks, backend, by_hand)
+            safely(recording.recorder.hazards.group_made, ranks)
+        from commlens.capture import connections
+
+        is_member = is_default or by_hand is not None or dist.get_rank() in ranks
+        before = safely(connections.sockets) if is_member else None
+
+        def after(raised: bool, made: Any) -> None:
+            (recording.setups.init_ended if is_default else recording.setups.ended)(raised)
+            if by_hand is not None and not raised:
+                note_by_hand(made[0])
+            if is_member and not raised:
+                if is_default:
+                    recording.initialised = True
+                    recording.writer.word(L.PHASE, L.PHASE_INITIALISED)
+                if before is not None:
+                    connections.note(made[0], before)
+
+        return after
+
+    def backend_registered(self, process_group: Any) -> None:
+        """A group has got a backend. For a program that makes groups by hand and never calls
+        ``init_process_group``, this is where recording begins, if not before.
+        """
+        note_backend(process_group)
+        size, store = process_group.size(), group_store(process_group)
+        self._begin_by_hand(process_group.rank(), size, store, process_group.name())
+
+    def before_gloo(self, given: dict[str, Any]) -> After:
+        """The members of a group connect to each other. If the program makes the group by hand, no
+        other call tells of it before all have come.
+        """
+        rank, size, store = given["rank"], given["size"], given["store"]
+        self._begin_by_hand(rank, size, store, "gloo")
+        if not self.recording.is_recording:
+            return None
+        setups = self.recording.setups
+        setups.group_began("", "", (), "gloo", membership(rank, size, store))
+        return lambda raised, _: setups.ended(raised)
+
+    def _begin_by_hand(self, rank: int, size: int, store: Any, backend: str) -> None:
+        """Begin recording in a program that has no default group."""
+        import torch.distributed as dist
+
+        if self.recording.is_recording or dist.is_initialized() or size < 2:
+            return
+        place = rank_environment.place_of()
+        if place.rank < 0:
+            place = PlaceInJob(rank, size, store_name(store))
+        self.recording.begin(place._replace(backend=backend))
+
+    def before_mesh(self, given: dict[str, Any]) -> After:
+        """``init_device_mesh`` was called."""
+        import torch.distributed as dist
+
+        if not self.recording.is_recording:
+            return None
+        self.recording.setups.mesh_began(
+            given["mesh_shape"],
+            given.get("mesh_dim_names"),
+            dist.get_world_size() if dist.is_initialized() else 0,
+        )
+        return lambda *_: self.recording.setups.mesh_ended()
+
+    def before_split(self, given: dict[str, Any]) -> After:
+        """``split_group`` was called."""
+        import torch.distributed as dist
+
+        if not self.recording.is_recording:
+            return None
+        parent = given.get("parent_pg") or dist.group.WORLD
+        self.recording.setups.split_began(
+            dist.get_process_group_ranks(parent), given.get("split_ranks")
+        )
+        return lambda raised, _: self.recording.setups.ended(raised)
+
+    def before_store_wait(self, op: str, given: dict[str, Any]) -> After:
+        """A thread is about to wait for keys in a store."""
+        waits = op != "queue_pop" or given.get("second", given.get("block", True))
+        return self._while_waiting(f"store.{op}", _keys(given)) if waits else None
+
+    def _while_waiting(self, op: str, keys: Sequence[str], label: str | None = None) -> After:
+        """Note that this thread is about to wait in a store."""
+        setups = self.recording.setups
+        if not self.recording.is_open or not setups.store_wait_began(op, keys, label):
+            return None
+        return lambda *_: setups.store_wait_ended()
+
+    def before_store_made(self, given: dict[str, Any]) -> After:
+        """A ``TCPStore`` is made. A client waits for its server, a server for its clients if it
+        knows their number.
+        """
+        address = [store_address(given.get("host_name"), given.get("port"))]
+        if not given.get("is_master", False):
+            return self._while_waiting(STORE_CLIENT, address)
+        clients = (given.get("world_size") or 0) - 1
+        if clients < 1 or not given.get("wait_for_workers", True):
+            return None
+        return self._while_waiting(STORE_SERVER, address, count(clients, "client"))
+
+    def before_store_write(self, op: str, given: dict[str, Any]) -> After:
+        """A thread writes keys into a store; to add 0 only reads one."""
+        if self.recording.is_recording and not (op == "add" and given.get("second") == 0):
+            self.recording.setups.keys_written(_keys(given))
+        return None
+
+    def before_destroy(self, is_last: bool) -> Callable[[], None] | None:
+        """``destroy_process_group`` was called, for all groups if ``is_last``. Returns the
+        verifier's last check, which may raise a refusal.
+        """
+        recording = self.recording
+        if is_last and recording.before_end is not None:
+            safely(recording.before_end)
+        if not recording.is_recording:
+            return None
+        from commlens.tap import torch_patches
+
+        verifier = recording.recorder.verifier
+        if is_last:
+            safely(recording.report_hazards)
+        safely(recording.recorder.sweep)
+        safely(recording.recorder.groups.before_destroy)
+        # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6
+        # joins that thread with the GIL held: a deadlock of its own (4 of 24 bare runs), to which
+        # the sweep would add.
+        time.sleep(0.2 if torch_patches.torch_version() < (2, 7) else 0.01)
+        return verifier.before_end if verifier is not None else None
+
+    def after_destroy(self) -> None:
+        """``destroy_process_group`` returned: after the last group, nobody waits for this
+        process.
+        """
+        import torch.distributed as dist
+
+        if self.recording.is_recording and not dist.is_initialized():
+            self.recording.writer.word(L.PHASE, L.PHASE_LEFT)
+
+
+def _keys(given: dict[str, Any]) -> Sequence[str]:
+    keys = given.get("key") or given.get("keys") or ()
+    each = [keys] if isinstance(keys, (str, bytes)) else keys
+    return [key.decode(errors="replace") if isinstance(key, bytes) else key for key in each]

@@ -262,8 +262,8 @@ class Watcher:
             self._tell_stop(senders)
 
     def _tell_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
-        from commlens.diagnosis.causes.stopped import find_stop
-        from commlens.diagnosis.words.stopped import stopped_line
+        from commlens.diagnosis.causes.dead import find_stop
+        from commlens.diagnosis.words.dead import stopped_line
 
         ranks = {member.pid: member.rank for member in self._roster.current()}
         for number, sender in senders:

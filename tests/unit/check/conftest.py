@@ -13,4 +13,4 @@ def no_caches_of_dtensor(monkeypatch: pytest.MonkeyPatch) -> None:
     million: 0.2 s each time, for programs that use no DTensor.
     """
     if "torch" in sys.modules:
-        monkeypatch.setattr("commlens.tracing.preview.dtensor.clear_caches", lambda: None)
+        monkeypatch.setattr("commlens.tracing.preview.world.clear_caches", lambda: None)

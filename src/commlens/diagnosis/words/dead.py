@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
-from commlens.diagnosis.causes.dead import UNDECIDED
+from commlens.diagnosis.causes.dead import UNDECIDED, Stopped
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
@@ -17,6 +17,7 @@ from commlens.diagnosis.words.next_steps import (
 from commlens.diagnosis.words.phrases import exit_words, prose
 from commlens.matching.errors import is_kernel_error
 from commlens.model.cause import Dead, DeathDoubt, Ended
+from commlens.model.sender import Sender
 from commlens.text import (
     capital,
     frame_phrase,
@@ -232,3 +233,40 @@ def _from_outside(context: Context, cause: Ended) -> Words:
         next_step=outside_step(signal),
         would_raise_confidence="The signal is known, its sender is not.",
     )
+
+
+# --- a launcher that a signal stopped: the line that is printed while it ends the job
+
+
+def stopped_line(stop: Stopped) -> str:
+    """Return a line about a launcher that ends its job because it received a signal."""
+    origin = f" from {_sender_phrase(stop.sender)}" if stop.sender is not None else ""
+    return " ".join(
+        [f"the launcher received {stop.signal}{origin} and ends the job.", *_advice(stop)]
+    )
+
+
+def _sender_phrase(sender: Sender) -> str:
+    """``"kill (pid 4242, the job's own user, started by bash, pid 4100)"``."""
+    if sender.is_kernel:
+        return "the kernel"
+    if not sender.pid:
+        return "a process outside this container"
+    if sender.rank is not None:
+        return f"{rank_phrase(sender.rank)} (pid {sender.pid})"
+    user = "root" if sender.uid == 0 else f"user {sender.uid}"
+    about = [f"pid {sender.pid}", "the job's own user" if sender.is_own_user else user]
+    if sender.parent_name:
+        about.append(f"started by {sender.parent_name}, pid {sender.parent_pid}")
+    return f"{sender.name or 'a process'} ({', '.join(about)})"
+
+
+def _advice(stop: Stopped) -> list[str]:
+    match stop.by:
+        case "unknown":
+            cause, step = outside_cause(stop.signal), outside_step(stop.signal)
+            return [*filter(None, [cause]), f"{capital(step)}."]
+        case "system":
+            return ["Look at the scheduler's log (preemption, time limit)."]
+        case "process":
+            return []

@@ -12,6 +12,8 @@ their value), objects from other ranks, ``monitored_barrier``, ``recv`` from any
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import sys
 import threading
@@ -28,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from commlens.errors import CommandError
 from commlens.tap import tap
 from commlens.tracing.patches import Patches, called_by_torch
-from commlens.tracing.preview import backend, dtensor
+from commlens.tracing.preview import backend
 from commlens.tracing.preview.cuda import FakeCuda
 from commlens.tracing.preview.objects import Key, Message, Objects, deliver_votes
 from commlens.tracing.preview.store import FakeStore, store_class
@@ -105,8 +107,8 @@ class FakeWorld:
 
     def _install(self) -> None:
         later = self._cleanup.callback
-        dtensor.clear_caches()
-        later(dtensor.clear_caches)
+        clear_caches()
+        later(clear_caches)
         later(os.environ.update, dict(os.environ))
         later(os.environ.clear)
         later(setattr, sys, "excepthook", sys.excepthook)
@@ -268,7 +270,7 @@ class FakeWorld:
     def _patch_imported(self) -> None:
         """Patch parts of torch only if the program has imported them: the import takes a second."""
         if "torch.distributed.tensor" in sys.modules:
-            dtensor.shard_attention()
+            shard_attention()
         fully_shard = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
         if fully_shard is not None and fully_shard._chunk_with_empty is not _chunk:
             self._patches.set(fully_shard, "_chunk_with_empty", _chunk)
@@ -377,3 +379,59 @@ def _chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor
     if len(chunks) < num_chunks:
         chunks += [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
     return chunks
+
+
+# --- DTensor: its caches, which outlive the process groups that their entries name, and attention
+# on the CPU, which stands for the GPU
+#
+# Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def shard_attention() -> None:
+    """Teach DTensor to shard the CPU's attention as it shards that of CUDA: by batch or by heads,
+    if at all.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    ways = (Replicate(), Shard(0), Shard(1))
+    known: Any = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    if _FORWARD in known:
+        return
+
+    def forward(
+        query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **others: Any
+    ) -> Any:
+        mask = [Replicate()] if others.get("attn_mask") is not None else []
+        return [([way] * 2, [way] * 3 + mask) for way in ways]
+
+    def backward(*args: Any, **others: Any) -> Any:
+        mask = [Replicate()] if others.get("attn_mask") is not None else []
+        return [([way] * 3, [way] * 6 + mask) for way in ways]
+
+    register_sharding(_FORWARD)(forward)
+    register_sharding(_BACKWARD)(backward)
+
+
+def clear_caches() -> None:
+    """Empty every cache of ``torch.distributed``, on all threads.
+
+    Their keys compare meshes by value. A mesh of an earlier world that looks like the present one
+    therefore finds its entry: a plan with groups that no longer exist.
+    """
+    for found in gc.get_objects():  # some are per thread and reachable by no name
+        if type(found) is functools._lru_cache_wrapper and str(
+            getattr(found, "__module__", "")
+        ).startswith("torch.distributed"):
+            found.cache_clear()
+    redistribute: Any = sys.modules.get("torch.distributed.tensor._redistribute")
+    clear_plans = getattr(redistribute, "clear_redistribute_planner_cache", None)
+    if clear_plans is not None:
+        clear_plans()
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_native is not None:
+        with contextlib.suppress(RuntimeError):  # this thread has none
+            clear_native()

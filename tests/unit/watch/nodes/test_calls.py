@@ -12,12 +12,12 @@ import pytest
 from chosen import long
 
 from commlens.watch.nodes import bundles, exchange, known_nodes, periods
-from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import LAST
 from commlens.watch.nodes.calls import Calls, Poke, call
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
 from commlens.watch.nodes.states import States
+from commlens.watch.other_nodes import AskedNodes
 
 dist = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.launches  # serves a store, and waits for real periods

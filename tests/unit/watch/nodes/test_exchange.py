@@ -29,13 +29,13 @@ from commlens.watch.nodes import (
     states_tree,
 )
 from commlens.watch.nodes import exchange as nodes
-from commlens.watch.nodes.ask import AskedNodes
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.store_client import StoreClient
+from commlens.watch.other_nodes import AskedNodes
 
 dist = pytest.importorskip("torch.distributed")
 pytestmark = pytest.mark.launches

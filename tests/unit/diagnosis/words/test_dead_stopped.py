@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.diagnosis.causes.stopped import find_stop
-from commlens.diagnosis.words.stopped import stopped_line
+from commlens.diagnosis.causes.dead import find_stop
+from commlens.diagnosis.words.dead import stopped_line
 from commlens.model.sender import Sender
 
 KILL = Sender(

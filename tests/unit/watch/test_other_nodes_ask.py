@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from commlens.watch.nodes import ask
-from commlens.watch.nodes.ask import AskedNodes, newest_beats
+from commlens.watch import other_nodes
 from commlens.watch.nodes.beat import Beat, key
 from commlens.watch.nodes.bundles import bundled_by, store_bundle
 from commlens.watch.nodes.status_answers import QUESTION
+from commlens.watch.other_nodes import AskedNodes, newest_beats
 
 
 class Store:
@@ -49,7 +49,7 @@ def test_the_nodes_that_came_last_are_read() -> None:
 
 
 def test_ranks_of_nodes_that_are_too_many_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "_MOST", 4)
+    monkeypatch.setattr(other_nodes, "_MOST", 4)
     store = Store(beats_of(*range(6), size=6))
     assert AskedNodes(store, [0]).unread == (  # type: ignore[arg-type]
         "Nothing is known of ranks 0-1: only the 4 nodes that came last were asked."

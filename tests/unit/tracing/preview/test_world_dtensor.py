@@ -1,4 +1,4 @@
-"""Tests of src/commlens/tracing/preview/dtensor.py."""
+"""DTensor in a fake world."""
 
 from __future__ import annotations
 

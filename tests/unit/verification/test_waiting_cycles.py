@@ -13,9 +13,9 @@ from commlens.blackbox import job_dirs
 from commlens.boards import board as B
 from commlens.boards.board import Board
 from commlens.boards.refusal_log import RefusalLog
-from commlens.verification.cycles import Cycles
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
+from commlens.verification.waiting import Cycles
 
 KEYS = (7, 8)  # of two groups of both ranks
 LONG_AGO_NS = 1_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from commlens.model.collective import Channel, ProcessGroup
 from commlens.watch.mismatches.channel_progress import MAX_PENDING
 from commlens.watch.mismatches.comparison import Messages, SignatureComparison
-from commlens.watch.mismatches.record_reader import MessageEnd
+from commlens.watch.mismatches.deferred_verification import MessageEnd
 
 
 def ends(backend: str = "gloo") -> tuple[MessageEnd, MessageEnd]:

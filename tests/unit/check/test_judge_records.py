@@ -1,10 +1,10 @@
-"""Tests of src/commlens/check/records.py: the logs that a real job would leave."""
+"""The logs that a real job would leave."""
 
 from __future__ import annotations
 
 from sequences import Player, play
 
-from commlens.check.records import logs_of
+from commlens.check.judge import logs_of
 from commlens.check.schedule import RULES, schedule
 from commlens.model.collective import State
 from commlens.model.ranklog import End, RankLog

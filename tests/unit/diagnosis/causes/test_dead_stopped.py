@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.diagnosis.causes.stopped import find_stop
+from commlens.diagnosis.causes.dead import find_stop
 from commlens.model.sender import Sender
 
 KILL = Sender(pid=4242, uid=1000, is_own_user=True, name="kill")
