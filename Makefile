@@ -70,8 +70,14 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 		accelerate lightning transformers 'ray[train]' deepspeed torchft --constraint constraints.txt
 	@touch $@
 
-clusters: $(VENV)/.ready ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
+clusters: $(VENV)/.clusters ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
 	$(VENV)/bin/python -m pytest tests/clusters -rs $(ARGS)
+
+# The schemas of Kubernetes and of Kubeflow's trainer.
+$(VENV)/.clusters: $(VENV)/.ready
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate kubeflow_trainer_api --constraint constraints.txt \
+		|| echo "The schemas of Kubernetes could not be installed: their tests will be skipped."
+	@touch $@
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
 	@$(VENV)/bin/python tests/native/native_check.py
