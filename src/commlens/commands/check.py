@@ -119,7 +119,7 @@ class CheckCommand:
 
             print_verdict(verdict)
             _print_output(checked, outputs)
-        _write(checked, arguments)
+        _write(checked, arguments, program[0])
         status = exit_status(verdict)
         return status or (EXIT_FAULT if arguments.strict and verdict.findings else status)
 
@@ -169,12 +169,13 @@ def _print_output(checked: Checked, outputs: dict[int, str]) -> None:
         print(f"\nThe last lines of rank {rank}'s output:", *lines, sep="\n  ", file=sys.stderr)
 
 
-def _write(checked: Checked, arguments: argparse.Namespace) -> None:
+def _write(checked: Checked, arguments: argparse.Namespace, program: str) -> None:
     if arguments.html is not None:
         write_page(arguments.html, checked.examined, has_times=False)
     if arguments.sarif is not None:
         from commlens.atomic_write import write_whole
         from commlens.reports.sarif import sarif
 
-        write_whole(arguments.sarif, sarif(checked.verdict))
+        file = Path(f"{program.replace('.', '/')}.py" if arguments.module else program)
+        write_whole(arguments.sarif, sarif(checked.verdict, file if file.is_file() else None))
         print(f"commlens: Wrote {arguments.sarif}.", file=sys.stderr)

@@ -16,9 +16,14 @@ SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
 _ROOT: Final = "WORKING_DIRECTORY"
 
 
-def sarif(verdict: Verdict) -> bytes:
+def sarif(verdict: Verdict, program: Path | None = None) -> bytes:
     """Return the findings of a verdict as a SARIF log. Files inside the working directory are named
     relative to it.
+
+    Args:
+        verdict: of a check.
+        program: the script. A finding without a line is placed at its first line, because GitHub
+            refuses a log that has a result without a location.
     """
     findings = [finding for finding in verdict.findings if finding.summary]
     kinds = sorted({finding.kind for finding in findings})
@@ -31,13 +36,13 @@ def sarif(verdict: Verdict) -> bytes:
             }
         },
         "originalUriBaseIds": {_ROOT: {"uri": f"{Path.cwd().as_uri()}/"}},
-        "results": [_result(finding, kinds.index(finding.kind)) for finding in findings],
+        "results": [_result(each, kinds.index(each.kind), program) for each in findings],
     }
     log = {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
     return msgspec.json.format(msgspec.json.encode(log), indent=2)
 
 
-def _result(finding: Finding, rule: int) -> dict[str, Any]:
+def _result(finding: Finding, rule: int, program: Path | None) -> dict[str, Any]:
     text = " ".join(
         sentence(part) for part in (finding.summary, finding.explanation, finding.next_step) if part
     )
@@ -49,6 +54,8 @@ def _result(finding: Finding, rule: int) -> dict[str, Any]:
     }
     if finding.source_file is not None:
         result["locations"] = [_location(finding.source_file, finding.function)]
+    elif program is not None:
+        result["locations"] = [_location(f"{program}:1", None)]
     return result
 
 

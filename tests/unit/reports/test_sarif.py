@@ -44,6 +44,13 @@ def test_levels() -> None:
     assert all("locations" not in result for result in run["results"])
 
 
+def test_a_finding_without_a_line_is_at_the_programs_first_line() -> None:
+    log = json.loads(sarif(Verdict(findings=[finding("cycle")]), Path("train.py")))
+    [result] = log["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 1)
+
+
 def test_files_are_named_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
