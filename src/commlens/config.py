@@ -145,10 +145,6 @@ def _boolean(value: Any) -> bool:
     raise ValueError
 
 
-def _debug(value: Any) -> bool | str:
-    return SAMPLE if str(value).strip().lower() == SAMPLE else _boolean(value)
-
-
 def _one_of(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if str(value) not in words:
@@ -260,7 +256,7 @@ class Settings:
     )
     debug: bool | str = _setting(
         False,
-        _debug,
+        lambda value: SAMPLE if str(value).strip().lower() == SAMPLE else _boolean(value),
         f"{_SWITCH_WORDS}, or {SAMPLE}",
         help=(
             "verify every collective across ranks before it is issued, and refuse a mismatch on"

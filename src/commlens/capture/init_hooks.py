@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commlens.tap.call_arguments import Reader, reader_of
+from commlens.tap.call_arguments import reader_of
 from commlens.tap.hand_made import hook_stores_and_groups
 
 log = logging.getLogger("commlens")
@@ -60,7 +60,11 @@ def hook_init(listener: Callable[[], Any]) -> None:
             op: of a store's method: its name, which is passed on as the first argument.
             names: of the first arguments of a function in C++, which does not tell them.
         """
-        read = _reader_by_position(names) if names else reader_of(original)
+        read = (
+            (lambda args, kwargs: {**dict(zip(names, args, strict=False)), **kwargs})
+            if names
+            else reader_of(original)
+        )
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -127,10 +131,6 @@ def hook_init(listener: Callable[[], Any]) -> None:
     )
     if (gloo := getattr(dist, "ProcessGroupGloo", None)) is not None:
         gloo.__init__ = hooked(gloo.__init__, "before_gloo", names=_OF_GLOO)
-
-
-def _reader_by_position(names: Sequence[str]) -> Reader:
-    return lambda args, kwargs: {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 _OF_STORE = ("store", "key", "second")

@@ -73,7 +73,14 @@ class _Search:
 
     def result(self, also: Iterable[int]) -> Classes:
         self._run_and_classify({0, self._size - 1, *also})
-        self._run_and_classify(self._roots())
+        self._run_and_classify(
+            {
+                op.args.root
+                for sequence in self._ran.values()
+                for op in sequence.ops
+                if op.args.root is not None and len(op.channel.group.ranks) == self._size
+            }
+        )
         self._run_and_classify(self._first_choice())
         drawn, surprising = 0, list[int]()
         for _ in range(_ROUNDS):
@@ -106,17 +113,6 @@ class _Search:
         for each in self._dimensions:
             chosen |= {place * each.stride for place in _ends_and_middle(each.size)}
         return {rank for rank in chosen if rank < self._size}
-
-    def _roots(self) -> set[int]:
-        """Return the ranks that send to the whole world, since no other rank shows the tensors that
-        they send.
-        """
-        return {
-            op.args.root
-            for sequence in self._ran.values()
-            for op in sequence.ops
-            if op.args.root is not None and len(op.channel.group.ranks) == self._size
-        }
 
     def _find_borders(self) -> None:
         """Run ranks between two ranks of different classes along each dimension until their border

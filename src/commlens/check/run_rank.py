@@ -108,7 +108,12 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
             values.answers,
             objects.gathered | exchange.took,
             needs=need,
-            modules=_library_modules(imported),
+            modules=tuple(
+                name
+                for name, module in list(sys.modules.items())
+                if name not in imported
+                and kind_of_file(getattr(module, "__file__", None) or "") in _SHARED
+            ),
         )
 
     files = Files()
@@ -223,12 +228,3 @@ def import_modules(names: tuple[str, ...]) -> None:
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-
-
-def _library_modules(before: set[str]) -> tuple[str, ...]:
-    """Return the modules that were imported since then and are no part of the program."""
-    return tuple(
-        name
-        for name, module in list(sys.modules.items())
-        if name not in before and kind_of_file(getattr(module, "__file__", None) or "") in _SHARED
-    )

@@ -80,10 +80,6 @@ def _is_hot(value: Value) -> bool:
     return isinstance(value, float) and bool(int(value) & THERMAL_REASONS)
 
 
-def _became_hot(change: _HealthChange) -> bool:
-    return _is_hot(change.after) and not _is_hot(change.before)
-
-
 RULES: Final = [
     Rule("infiniband", "state", "link-down", "network-down", _has_left(WORKING["infiniband"])),
     Rule("infiniband", "link_downed", "link-down", "network-down", _rose(1)),
@@ -119,7 +115,13 @@ RULES: Final = [
     Rule("gpu", "rows_remapped", "rows-remapped", "gpu-memory", _rose(1)),
     Rule("gpu", "remap_failed", "rows-remapped", "gpu-memory", _rose(1)),
     Rule("gpu", "ecc_corrected", "ecc-corrected", "gpu-memory", _rose(100)),
-    Rule("gpu", "throttle_reasons", "gpu-throttled", "thermal", _became_hot),
+    Rule(
+        "gpu",
+        "throttle_reasons",
+        "gpu-throttled",
+        "thermal",
+        lambda change: _is_hot(change.after) and not _is_hot(change.before),
+    ),
     Rule("gpu", "pcie_width", "pcie-width-fell", "pcie", _fell),
     Rule("nfs", "timeouts", "nfs-silent", "storage", _rose(1)),
     Rule("host/memory", "oom_kills", "oom-kill", "host-memory", _rose(1)),

@@ -81,7 +81,7 @@ class Gpus:
         self._nvidia: Callable[[], Values] = dict
         if root != ROOT:
             if (root / SMI_FILE).exists():
-                self._nvidia = self._from_file
+                self._nvidia = lambda: gpus_in_csv(word(self._root / SMI_FILE))
         elif (root / "proc/driver/nvidia").exists() or (root / "dev/nvidiactl").exists():
             self._nvidia = _nvml() or _smi()
 
@@ -106,9 +106,6 @@ class Gpus:
         """Release the devices. Afterwards nothing can be read."""
         if isinstance(self._nvidia, _Nvml):
             self._nvidia.close()
-
-    def _from_file(self) -> Values:
-        return gpus_in_csv(word(self._root / SMI_FILE))
 
 
 # --- NVML

@@ -172,15 +172,6 @@ def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) ->
     )
 
 
-def _sparsity(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote(
-        "layout",
-        by_rank,
-        lambda a: _property(a, lambda spec: spec.layout),
-        lambda a: tensors_phrase(a.payload),
-    )
-
-
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     """Compare shapes: the same number of elements in a different shape runs but scrambles them.
     Flat views and dimensions of 1 are fine.
@@ -244,7 +235,12 @@ def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
 _Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
 _ASPECTS: tuple[_Compare, ...] = (
     _root,
-    _sparsity,
+    lambda op, by_rank, _: _vote(
+        "layout",
+        by_rank,
+        lambda a: _property(a, lambda spec: spec.layout),
+        lambda a: tensors_phrase(a.payload),
+    ),
     _elements,
     _dtype,
     _device,

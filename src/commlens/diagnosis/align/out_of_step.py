@@ -411,7 +411,7 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     # the odd one.
     base, *others = sorted(tracks)
     # the branch that swaps them may issue them from other lines, through the same functions
-    for line in (line_of, _innermost_line):
+    for line in (line_of, lambda op: op.call_lines[:1] or None):
         swaps = [
             swap
             for rank in others
@@ -444,10 +444,6 @@ def _odd_swaps(
 
 def _from_the_other_side(base: int, swap: SwappedOrder) -> SwappedOrder:
     return SwappedOrder(base, swap.number, swap.others, swap.own)
-
-
-def _innermost_line(op: Collective) -> Hashable:
-    return op.call_lines[:1] or None
 
 
 def _compare(

@@ -41,7 +41,11 @@ def find_taken_messages(context: Context) -> set[int]:
         _add_taken(context, node, taken)
         explained |= {node.rank, receive.peer}
         graph = context.graph
-        graph.deadlocks = [ring for ring in graph.deadlocks if not _leads_to(context, ring, node)]
+        graph.deadlocks = [
+            ring
+            for ring in graph.deadlocks
+            if not (node in ring or not context.graph.reaching([node]).isdisjoint(ring))
+        ]
     return explained
 
 
@@ -61,10 +65,6 @@ def _is_for_ever(context: Context, node: WaitNode, sender: int) -> bool:
                 todo.append(target)
     ended = context.job.views[sender].exit.kind == "clean"
     return ended or WaitNode("absent", sender) not in seen
-
-
-def _leads_to(context: Context, ring: list[WaitNode], node: WaitNode) -> bool:
-    return node in ring or not context.graph.reaching([node]).isdisjoint(ring)
 
 
 def _add_taken(context: Context, node: WaitNode, taken: Taken) -> None:

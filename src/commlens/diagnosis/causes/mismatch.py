@@ -347,23 +347,24 @@ class SwappedCase(Case[Swapped]):
 def find_swapped(job: JobIndex, key: ChannelKey) -> list[SwappedCase]:
     """Return the ranks that issued collectives of a channel in another order."""
     return [
-        SwappedCase(_swapped(job, key, swap), swap.own[0], swap.own[0].source, swap=swap)
+        SwappedCase(
+            Swapped(
+                kind="mismatch/op",
+                why="in-collective",
+                root_cause=True,
+                culprits=[swap.rank],
+                blamed_by="majority" if len(job.tracks_on(key)) > 2 else "routine",
+                victims=[rank for rank in sorted(job.users[key]) if rank != swap.rank],
+                confidence="medium",
+                group=group_of(swap.own[0]),
+                first=swap.number,
+                last=swap.number + len(swap.own) - 1,
+                own=[source_of(op) for op in swap.own],
+                others=[source_of(op) for op in swap.others],
+            ),
+            swap.own[0],
+            swap.own[0].source,
+            swap=swap,
+        )
         for swap in find_swapped_orders(job, key)
     ]
-
-
-def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Swapped:
-    return Swapped(
-        kind="mismatch/op",
-        why="in-collective",
-        root_cause=True,
-        culprits=[swap.rank],
-        blamed_by="majority" if len(job.tracks_on(key)) > 2 else "routine",
-        victims=[rank for rank in sorted(job.users[key]) if rank != swap.rank],
-        confidence="medium",
-        group=group_of(swap.own[0]),
-        first=swap.number,
-        last=swap.number + len(swap.own) - 1,
-        own=[source_of(op) for op in swap.own],
-        others=[source_of(op) for op in swap.others],
-    )

@@ -21,7 +21,6 @@ from commlens.model.collective import (
     Channel,
     Collective,
     CollectiveArgs,
-    Frame,
     LearnedHow,
     Stack,
     State,
@@ -204,10 +203,6 @@ def _signature(args: CollectiveArgs) -> Hashable:
     return (args.op, tuple((spec.shape, spec.dtype) for spec in specs))
 
 
-def _innermost(stack: Stack) -> Frame | None:
-    return stack[0] if stack else None
-
-
 class RankOps(Sequence[Collective]):
     """All operations of one rank, oldest first. Each becomes an object once, on its first
     access.
@@ -289,7 +284,9 @@ class ColumnOps(Mapping[int, Collective]):
     def tokens(self) -> Integers:
         """Return an id of each operation's signature and source line."""
         dump = self.columns.dump
-        sites: Integers = self.columns.ids.of(dump.call_stacks, _innermost)[dump.stack[self.rows]]
+        sites: Integers = self.columns.ids.of(
+            dump.call_stacks, lambda stack: stack[0] if stack else None
+        )[dump.stack[self.rows]]
         return self.signatures() * (1 << 32) + sites
 
 

@@ -57,7 +57,15 @@ def select_dumps(dumps: Sequence[RankColumns]) -> tuple[list[RankColumns], list[
 def _one_job(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
     """Return the dumps of the job with most ranks, and note those of others."""
     jobs = _group_by_job(dumps)
-    chosen = max(jobs, key=_job_order, default=[])
+    chosen = max(
+        jobs,
+        key=lambda job: (
+            len({dump.rank for dump in job}),
+            max(map(_newest_ns, job)),
+            min(dump.source for dump in job),
+        ),
+        default=[],
+    )
     for job in jobs:
         if job is not chosen:
             folders = sorted({_folder(dump) for dump in job})
@@ -100,14 +108,6 @@ def _folder(dump: RankColumns) -> str:
 
 def _newest_ns(dump: RankColumns) -> int:
     return int(dump.created_ns.max(initial=0))
-
-
-def _job_order(job: Sequence[RankColumns]) -> tuple[int, int, str]:
-    return (
-        len({dump.rank for dump in job}),
-        max(map(_newest_ns, job)),
-        min(dump.source for dump in job),
-    )
 
 
 def _with_ranks(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:

@@ -313,7 +313,12 @@ def lay_out(
         kinds[key].append(one)
     ordered = sorted(
         kinds.items(),
-        key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank),
+        key=lambda item: (
+            item[0][0],
+            not any(cell.is_open for cell in item[1][0].cells.values()),
+            -len(item[1]),
+            item[1][0].rank,
+        ),
     )
     kept, dropped = ordered[:columns], ordered[columns:]
     elsewhere = grouped((one.elsewhere, one.rank) for one in ranks)
@@ -346,10 +351,6 @@ def _numbers(ranks: Sequence[RankEntries], fault: int, rows: int) -> list[int]:
     after = min(rows // 3, sum(number > fault for number in numbers))
     end = numbers.index(fault) + after + 1
     return numbers[max(0, end - rows) : max(end, rows)]
-
-
-def _has_open(entries: RankEntries) -> bool:
-    return any(cell.is_open for cell in entries.cells.values())
 
 
 def _column(

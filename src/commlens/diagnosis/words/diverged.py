@@ -268,13 +268,6 @@ def _distance(cause: Diverged) -> str:
     )
 
 
-def _not_updated(cause: Diverged) -> str:
-    return (
-        f"On {ranks_phrase(_suspects(cause))} the value is still that of step {cause.equal_at};"
-        " on the others it has changed."
-    )
-
-
 def _previous_collective(cause: Diverged) -> str:
     """Return a sentence about the last collective before the op."""
     after = next((side.after for side in cause.ops if side.after), None)
@@ -311,12 +304,6 @@ def _other_inputs(cause: Diverged) -> str:
     return f"One of its inputs differed already.{by}{_previous_collective(cause)}"
 
 
-def _own_names(cause: Diverged) -> str:
-    return " ".join(
-        f"Only {ranks_phrase(own.ranks)}: {_listed(own.names)}." for own in cause.only_on[:_SHOWN]
-    )
-
-
 def _always(text: str) -> Callable[[Diverged], str]:
     return lambda _: text
 
@@ -335,7 +322,12 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
     "other-hyperparameters": _hyperparameters,
     "one-bit": _element,
     "one-element": _element,
-    "not-updated": _not_updated,
+    "not-updated": (
+        lambda cause: (
+            f"On {ranks_phrase(_suspects(cause))} the value is still that of step {cause.equal_at};"
+            " on the others it has changed."
+        )
+    ),
     "other-random-numbers": lambda cause: (
         "Tensor parallel ranks that compute the same activations drop different elements of them."
         if cause.tensors[0].kind == "rng"
@@ -349,7 +341,12 @@ _EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
         else "DDP pairs parameters by position, not by name: it averages the gradients of different"
         " parameters."
     ),
-    "other-tensors": _own_names,
+    "other-tensors": (
+        lambda cause: " ".join(
+            f"Only {ranks_phrase(own.ranks)}: {_listed(own.names)}."
+            for own in cause.only_on[:_SHOWN]
+        )
+    ),
     "rounding": _distance,
     "same-data": _always("They train on the same data and count it twice."),
     "not-finite": _always("NaN reaches all ranks with the next reduction."),

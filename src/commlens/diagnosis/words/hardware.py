@@ -69,10 +69,6 @@ def _fell(what: str) -> Callable[[HealthEvent], str]:
     )
 
 
-def _went_down(event: HealthEvent) -> str:
-    return f"{event.part} went down{' and came up again' if event.over else ''}"
-
-
 def _is_silent(event: HealthEvent) -> str:
     again = ", for a while" if event.over else ""
     return f"the file server {event.part} did not respond{again}"
@@ -86,10 +82,6 @@ def _stalled(what: str) -> Callable[[HealthEvent], str]:
         return f"all processes waited for {what}{waited}"
 
     return phrase
-
-
-def _hung(event: HealthEvent) -> str:
-    return f"the kernel reported that {event.name} (pid {event.pid}) hangs, as in a read of storage"
 
 
 def _swapped(event: HealthEvent) -> str:
@@ -128,7 +120,9 @@ _EVENTS: Mapping[What, Callable[[HealthEvent], str]] = {
     "machine-check": lambda _: "its CPU reported a hardware error (machine check)",
     "oom-kill": _killed,
     "memory-pressure": _stalled("memory"),
-    "link-down": _went_down,
+    "link-down": (
+        lambda event: f"{event.part} went down{' and came up again' if event.over else ''}"
+    ),
     "link-up": lambda event: f"{event.part} came up",
     "rate-fell": _fell("the rate"),
     "adapter-error": lambda event: f"the driver reported an error of {event.part}",
@@ -139,7 +133,12 @@ _EVENTS: Mapping[What, Callable[[HealthEvent], str]] = {
     "nfs-back": lambda event: f"the file server {event.part} responded again",
     "io-error": lambda _: "a read or write of its storage failed",
     "io-pressure": _stalled("storage"),
-    "hung-task": _hung,
+    "hung-task": (
+        lambda event: (
+            f"the kernel reported that {event.name} (pid {event.pid}) hangs,"
+            " as in a read of storage"
+        )
+    ),
     "cpu-throttled": lambda _: "its CPU lowered its clock because of heat",
     "swapping": _swapped,
     "clock-step": _clock_was_set,

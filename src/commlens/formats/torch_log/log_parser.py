@@ -588,7 +588,14 @@ class LogParser:
                 progress is not None and number <= progress.completed
             ):
                 continue
-            columns.args.append(_args(timeout))
+            columns.args.append(
+                CollectiveArgs(
+                    watchdog_wire_op(timeout.op),
+                    timeout.op,
+                    _elements(timeout.inputs),
+                    _elements(timeout.outputs),
+                )
+            )
             has_started = progress is not None and progress.started >= number
             _append(
                 lists,
@@ -741,16 +748,6 @@ def _args_of_call(call: NcclCall) -> CollectiveArgs:
     reduce_op = call.reduce_op if call.op in REDUCING and call.reduce_op else None
     return CollectiveArgs(
         call.op, call.op, specs, specs, reduce_op, call.root if call.op in ROOTED else None
-    )
-
-
-def _args(timeout: L.Timeout) -> CollectiveArgs:
-    """Return the op and its number of elements; the watchdog prints neither shape nor dtype."""
-    return CollectiveArgs(
-        watchdog_wire_op(timeout.op),
-        timeout.op,
-        _elements(timeout.inputs),
-        _elements(timeout.outputs),
     )
 
 
