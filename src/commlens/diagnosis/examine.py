@@ -241,7 +241,7 @@ def examine_dumps(
     elif told is not None:
         examined = _without_records(Verdict(missing_evidence=missing))
     elif logs:
-        return _without_records(whole_job.nothing_told(logs, missing))
+        examined = _without_records(whole_job.nothing_told(logs, missing))
     else:
         missing.append("No rank's dump could be read.")
         return _without_records(whole_job.nothing_to_diagnose(missing))
@@ -252,6 +252,7 @@ def examine_dumps(
         verdict = _with_told(verdict, told, looked_at, _hosts_of(examined.job))
     if verdict.cause is not told:
         verdict.missing_evidence += [f"{timeout_phrase(timeout)}." for timeout in timeouts]
+    verdict.looked_at += whole_job.last_attempt(dumps)
     return examined._replace(verdict=verdict)
 
 

@@ -167,6 +167,8 @@ class RankColumns(RankLog, kw_only=True, eq=False):
     launcher_signal: str = ""
     # lines that tell why the job or a process ended; the same for all ranks
     endings: list[EndingLine] = field(default_factory=list)
+    # which attempt a log tells of, its last one; those before are left out
+    attempt: int = 1
     # the launcher raised the exception
     by_launcher: bool = False
     # a log tells of the job as a whole, and not of the rank that may be in its name

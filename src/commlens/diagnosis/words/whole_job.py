@@ -5,6 +5,7 @@ rank waits for another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.whole_job import MotionlessCase
@@ -32,6 +33,9 @@ from commlens.text import (
     ranks_phrase,
     verb,
 )
+
+if TYPE_CHECKING:
+    from commlens.formats.columns import RankColumns
 
 _LOGS_NAMED = 3
 
@@ -122,6 +126,15 @@ def looked_at(job: JobIndex) -> str:
     without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
     groups = {key[1:] for key in job.channels}
     return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
+
+
+def last_attempt(dumps: Sequence[RankColumns]) -> str:
+    """``": the last of 3 attempts in slurm-7.out"``; empty if each log holds one attempt."""
+    counts = {dump.source: dump.attempt for dump in dumps if dump.attempt > 1}
+    if not counts:
+        return ""
+    most = max(counts.values())
+    return f": the last of {most} attempts in {joined([*counts][:_LOGS_NAMED])}"
 
 
 def counted_only(ranks: int) -> str:

@@ -15,8 +15,8 @@ from typing import BinaryIO, Final
 
 from commlens.formats.columns import RankColumns
 from commlens.formats.torch_log import endings, lines
+from commlens.formats.torch_log.attempts import Attempts
 from commlens.formats.torch_log.lines import MENTION
-from commlens.formats.torch_log.log_parser import LogParser
 
 _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
 _INTERESTING: Final = re.compile(lines.INTERESTING.pattern + b"|" + endings.INTERESTING.pattern)
@@ -24,16 +24,16 @@ _INTERESTING: Final = re.compile(lines.INTERESTING.pattern + b"|" + endings.INTE
 
 def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
     """Return the columns of each rank with messages in a log; none if the log mentions no
-    collective or failure.
+    collective or failure. Of a log that holds several attempts, it is the last one that counts.
 
     The stream is read once. The rank is not inferred from the file's name: lines without a rank
     belong to rank -1.
     """
-    parser = LogParser(source)
+    attempts = Attempts(source)
     text = io.BufferedReader(stream) if isinstance(stream, io.RawIOBase) else stream
     while line := text.readline(_LINE_MAX):
-        if parser.in_block or _INTERESTING.search(line):
-            parser.add_line(line.decode("utf-8", "replace").rstrip("\r\n"))
+        if _INTERESTING.search(line) or attempts.wants(line):
+            attempts.add_line(line.decode("utf-8", "replace").rstrip("\r\n"))
         elif found := MENTION.match(line):
-            parser.add_mention(int(found[1]))
-    return parser.columns()
+            attempts.add_mention(int(found[1]))
+    return attempts.columns()

@@ -88,7 +88,12 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
             r"|Worker proc \S+ died unexpectedly"
         ),
     ),
-    ("cancelled", re.compile(r"slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT ")),
+    (
+        "cancelled",
+        re.compile(
+            r"slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT (?!\S+ DUE TO JOB REQUEUE)"
+        ),
+    ),
     # sockets of torch's store
     (
         "store-unreachable",
