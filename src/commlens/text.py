@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from commlens.model.grouping import grouped
-from commlens.model.ops import BARRIERS, STORE_CLIENT, UNKNOWN_DTYPE
+from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
@@ -417,7 +417,7 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
     0-1"``, or of ``"group dp [0-1]"`` where the program gives it a name.
     """
     if op.is_store_wait:
-        return f"{op.op} {'of' if is_of_key(op) else 'for the'} {key_phrase(op)}"
+        return f"{op.op} {'of' if op.is_for_key else 'for the'} {key_phrase(op)}"
     if op.is_setup:
         made = op.channel.group
         if op.op == "init_process_group":
@@ -446,15 +446,10 @@ def key_phrase(op: Collective) -> str:
     ``TCPStore``, ``"server at localhost:29600"`` or ``"2 clients at localhost:29600"``.
     """
     key = op.channel.group.name
-    if not is_of_key(op):
+    if not op.is_for_key:
         return f"{op.module or 'server'} at {key}"
     shown = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}..."
     return f"key {shown!r}{f' {op.module}' if op.module else ''}"
-
-
-def is_of_key(op: Collective) -> bool:
-    """Return whether a rank waits for a key of a store, not for the store to be made."""
-    return not op.op.startswith(STORE_CLIENT)
 
 
 def frame_phrase(frame: Frame | None) -> str:

@@ -87,7 +87,7 @@ NOT_YET = {
         commands/run
     """,
     "unit/diagnosis/select/test_worlds.py": """
-        model/store_identity model/worlds
+        model/worlds
     """,
     "integration/test_watch.py": """
         commands/dump commands/status commands/top

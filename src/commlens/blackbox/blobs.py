@@ -12,6 +12,7 @@ from commlens.blackbox.header import INT_MAX
 from commlens.model.collective import (
     SETUP,
     STORE,
+    UNMADE_STORE,
     Channel,
     CollectiveArgs,
     HandMade,
@@ -19,7 +20,7 @@ from commlens.model.collective import (
     TensorSpec,
 )
 from commlens.model.hazard import Access, HazardKind, Operand
-from commlens.model.ops import STORE_CLIENT
+from commlens.model.ops import STORE_CLIENT, STORE_SERVER
 from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
@@ -238,7 +239,8 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
     """Return the channel of a call that makes a process group, or that uses the store."""
-    device = STORE if blob.op.startswith(("store.", STORE_CLIENT)) else SETUP
+    unmade = UNMADE_STORE if blob.op in (STORE_CLIENT, STORE_SERVER) else SETUP
+    device = STORE if blob.op.startswith("store.") else unmade
     return _channel(
         blob.name,
         blob.ranks,

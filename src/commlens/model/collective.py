@@ -190,9 +190,12 @@ SETUP = "setup"
 
 
 STORE = "store"
-"""The device type of a key in the job's store, or of a store's address, which is the name of the
-"group": its ranks are all that may wait for it.
+"""The device type of a key in the job's store, which is the name of the "group": its ranks are all
+that may wait for it.
 """
+
+UNMADE_STORE = "store in its constructor"
+"""The same of a store that waits for its server or its clients; its address is the name."""
 
 
 class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
@@ -266,7 +269,17 @@ class Collective(msgspec.Struct, gc=False):
     @property
     def is_store_wait(self) -> bool:
         """Whether it is a wait for a key in a store, or for one to be made, not a collective."""
+        return self.is_for_key or self.is_for_store
+
+    @property
+    def is_for_key(self) -> bool:
+        """Whether it is a wait for a key in a store."""
         return self.channel.device == STORE
+
+    @property
+    def is_for_store(self) -> bool:
+        """Whether it is a wait in the constructor of a store, for its server or its clients."""
+        return self.channel.device == UNMADE_STORE
 
     @property
     def in_flight(self) -> bool:

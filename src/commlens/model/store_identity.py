@@ -15,6 +15,29 @@ from commlens.model.ranklog import RankLog
 _Run = TypeVar("_Run", bound=Hashable)
 
 
+class StoreAddress(NamedTuple):
+    """The place where processes meet; empty if they meet without a port."""
+
+    host: str
+    port: str
+
+
+def parse_address(text: str | None) -> StoreAddress:
+    """Parse ``"localhost:29600/weight_sync"``, ``"[::1]:29500"`` or ``"tcp://n1:29500?timeout=5"``."""
+    place = (text or "").removeprefix("tcp://").partition("?")[0].partition("/")[0]
+    host, _, port = place.rpartition(":")
+    return StoreAddress(host, port) if port.isdecimal() else StoreAddress("", "")
+
+
+def seen_from(log: RankLog, store: str) -> str:
+    """Return the name of a store that a process uses, with its host called as other hosts call it:
+    ``localhost`` is another host for each.
+    """
+    host, port = parse_address(store)
+    is_here = host == "localhost" and port and log.host
+    return f"{log.host}{store.removeprefix(host)}" if is_here else store
+
+
 class StoreIdentity(NamedTuple):
     """The identity of a group made by hand, alike on all its members."""
 
@@ -24,13 +47,8 @@ class StoreIdentity(NamedTuple):
 
 
 def identity_of(log: RankLog, made: HandMade) -> StoreIdentity:
-    """Return the identity of a group made by hand that a process is in. This host is called by its
-    name, as other hosts call it.
-    """
-    host, _, rest = made.store.partition(":")
-    is_here = host == "localhost" and rest and log.host
-    store = f"{log.host}:{rest}" if is_here else made.store
-    return StoreIdentity(store, made.size, made.ordinal)
+    """Return the identity of a group made by hand that a process is in."""
+    return StoreIdentity(seen_from(log, made.store), made.size, made.ordinal)
 
 
 def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:

@@ -12,6 +12,7 @@ from commlens.errors import FormatError
 from commlens.model.collective import Collective
 from commlens.model.limits import LOOPBACK
 from commlens.model.ops import STORE_CLIENT
+from commlens.model.store_identity import StoreAddress, parse_address
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.process import has_torch
@@ -111,18 +112,14 @@ def meeting_of(members: Sequence[Member]) -> JobMeeting | None:
     return None
 
 
-def meeting_address(op: Collective) -> tuple[str, str] | None:
+def meeting_address(op: Collective) -> StoreAddress | None:
     """Return the host and port at which ``init_process_group`` meets the other ranks, or a
     ``TCPStore`` waits for its server; None for other calls, and if it meets them otherwise.
     """
-    place = op.module or ""
     if op.op == STORE_CLIENT:
-        host, _, port = op.channel.group.name.rpartition(":")
-        return host, port
-    if op.op != "init_process_group" or not place.startswith("tcp://"):
-        return None
-    host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")
-    return host, port
+        return parse_address(op.channel.group.name)
+    address = parse_address(op.module if op.op == "init_process_group" else "")
+    return address if address.port else None
 
 
 def find_strangers(meeting: JobMeeting, known: Collection[int], restart: int) -> list[RankProcess]:

@@ -10,6 +10,7 @@ from judging import judge
 from commlens.model.collective import (
     SETUP,
     STORE,
+    UNMADE_STORE,
     Channel,
     Collective,
     CollectiveArgs,
@@ -122,7 +123,7 @@ def key(op: str, name: str, line: int, state: State = State.COMPLETED) -> Collec
     group, at = ProcessGroup(name, tuple(range(WORLD)), "", ""), START + S
     return Collective(
         0,
-        Channel(group, STORE),
+        Channel(group, UNMADE_STORE if op.startswith("TCPStore") else STORE),
         1,
         CollectiveArgs(op, op),
         state,

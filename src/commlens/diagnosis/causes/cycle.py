@@ -46,7 +46,6 @@ from commlens.model.cause import (
     UnmetMessage,
 )
 from commlens.model.collective import ChannelKey, Collective, Frame
-from commlens.text import is_of_key
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
 _CONFIDENCE: dict[BlamedBy, Confidence] = {
@@ -262,7 +261,7 @@ def _awaited_result(path: Path) -> AwaitedResult | None:
     waits = {node: edge.op for node, _, edge in path}
     for node, target, edge in path:
         command = waits[target]
-        if edge.op.is_store_wait and is_of_key(edge.op) and command.args.root == node.rank:
+        if edge.op.is_for_key and command.args.root == node.rank:
             key = edge.op.channel.group.name
             return AwaitedResult(node.rank, key, target.rank, collective_of(command))
     return None

@@ -20,6 +20,7 @@ from commlens.model.cause import (
 )
 from commlens.model.collective import Collective, State
 from commlens.model.grouping import grouped
+from commlens.model.store_identity import parse_address
 
 _GROUPS_MAX = 4096  # of one process, whose names are tried
 
@@ -285,15 +286,7 @@ def _request(op: Collective) -> Hashable:
         return group.all_ranks
     if op.op != "init_process_group":
         return op.module
-    return len(group.all_ranks), meeting_port(op) or op.module, group.backend
-
-
-def meeting_port(op: Collective) -> str:
-    """Return the port at which a call of ``init_process_group`` meets the others: hosts have
-    several names. Empty if it meets them otherwise.
-    """
-    port = op.module.rpartition("/")[2].rpartition(":")[2] if op.module else ""
-    return port if port.isdecimal() else ""
+    return len(group.all_ranks), parse_address(op.module).port or op.module, group.backend
 
 
 def _add_sides(

@@ -34,7 +34,6 @@ from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
 from commlens.model.collective import Collective, Frame, State
-from commlens.text import is_of_key
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
 _RECENT = 512  # records in which a line is looked for
@@ -72,7 +71,7 @@ class Absence(NamedTuple):
         """Whether one of the waits can be ended by ranks of the job alone. Any process may make a
         ``TCPStore``.
         """
-        return any(is_of_key(edge.op) for edge in self.all_edges)
+        return any(not edge.op.is_for_store for edge in self.all_edges)
 
     @property
     def finished(self) -> bool:

@@ -18,9 +18,10 @@ from commlens.diagnosis.causes.context import (
     waits_of,
 )
 from commlens.diagnosis.causes.groups_differ import calls_that_differ
-from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode, writes_of_kind
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode, listens_at, writes_of_kind
 from commlens.model.cause import Confidence, GroupName, NoRecord, Unrecorded, Unwritten
 from commlens.model.collective import Collective
+from commlens.model.store_identity import parse_address
 
 _LOG_TELLS_NOTHING = ("silent", "watchdog-stuck")
 
@@ -244,7 +245,7 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         return
     for node, edges in edges_of.items():
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
-        blocked, listens = context.blocked_by([node]), _listens(context, edges)
+        blocked, listens = context.blocked_by([node]), listens_at(context.job, op)
         elsewhere = _group_elsewhere(context, ranks, op) if listens is False else None
         sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
         decision = by_majority(sides) or UNDECIDED
@@ -269,14 +270,6 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         context.cases.append(case)
 
 
-def _listens(context: Context, edges: list[Edge]) -> bool | None:
-    """Return whether a process listens where a client waits for a ``TCPStore``; None if the host
-    does not show it.
-    """
-    stores = [context.job.views[edge.rank].log.observation.store for edge in edges]
-    return next((store.listens for store in stores if store is not None), None)
-
-
 def _group_elsewhere(context: Context, ranks: list[int], op: Collective) -> GroupName | None:
     """Return the group made by hand, at another address than the store that these ranks wait for,
     in which other ranks wait for as many members, while every rank of the job waits; else None.
@@ -284,15 +277,11 @@ def _group_elsewhere(context: Context, ranks: list[int], op: Collective) -> Grou
     views, waiting = context.job.views, defaultdict(list)
     for rank in views.keys() - {*ranks}:
         for call in views[rank].log.setups[-1:]:
-            if call.in_flight and _port(call) not in ("", _port(op)):
+            port = parse_address(call.channel.group.name).port
+            if call.in_flight and port not in ("", parse_address(op.channel.group.name).port):
                 waiting[call.channel.group].append(rank)
     if len(waiting) != 1 or not all(view.blocks for view in views.values()):
         return None
     ((group, came),) = waiting.items()
     is_rest = len(group.ranks) == len(came) + len(ranks)
     return GroupName(sorted(came), group.name) if is_rest else None
-
-
-def _port(op: Collective) -> str:
-    """Return the port of a store; empty if a group is made without one."""
-    return op.channel.group.name.partition("/")[0].partition(":")[2]

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from commlens.diagnosis.index.job_index import BlockedThread, JobIndex
 from commlens.model.collective import ChannelKey, Collective
 from commlens.model.ops import STORE_SERVER, key_kind
-from commlens.text import is_of_key
 
 _STARTS_MAX = 64  # threads from which a shortest cycle is searched
 
@@ -261,7 +260,7 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
     that holds their rank, the rank in this key; or the only rank of the job that does not wait for
     the key. For a store that is not made yet, it is the only one that is in no call.
     """
-    if not is_of_key(op):
+    if not op.is_for_key:
         return _expected_maker(job, op)
     waits = {rank for rank, view in job.views.items() if _waits_for(view.log.store_wait, op)}
     wrote = writes_of_kind(job, op)
@@ -296,7 +295,7 @@ def _waits_for(wait: Collective | None, op: Collective) -> bool:
     return (
         wait is not None
         and wait.channel.group.name == op.channel.group.name
-        and (wait.op == op.op or is_of_key(op))
+        and (wait.op == op.op or op.is_for_key)
     )
 
 
@@ -305,10 +304,17 @@ def _expected_maker(job: JobIndex, op: Collective) -> int | None:
     nobody listens at its address. None if there is no such rank.
     """
     idle = [rank for rank, view in job.views.items() if not view.blocks]
+    unmade = op.op == STORE_SERVER or listens_at(job, op) is False
+    return idle[0] if unmade and len(idle) == 1 and len(job.views) == job.size else None
+
+
+def listens_at(job: JobIndex, op: Collective) -> bool | None:
+    """Return whether a process listens where ranks wait for a store like ``op``; None if its host
+    does not show it. The hosts of other ranks do not know.
+    """
     seen = [
         view.log.observation.store
         for view in job.views.values()
         if _waits_for(view.log.store_wait, op)
     ]
-    unmade = op.op == STORE_SERVER or all(each is not None and not each.listens for each in seen)
-    return idle[0] if unmade and len(idle) == 1 and len(job.views) == job.size else None
+    return max((each.listens for each in seen if each is not None), default=None)

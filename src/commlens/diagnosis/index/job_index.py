@@ -31,6 +31,7 @@ from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth
 from commlens.model.limits import LOOPBACK
 from commlens.model.ranklog import RankLog
+from commlens.model.store_identity import parse_address
 from commlens.model.topology import Inventory
 from commlens.model.worlds import ONE_WORLD, Worlds
 
@@ -257,9 +258,9 @@ class JobIndex:
             for op in view.log.setups
             if op.op == "init_process_group"
         )
-        addresses = {(op.module or "").removeprefix("tcp://").partition("?")[0] for op in calls}
-        address = addresses.pop() if len(addresses) == 1 else ""
-        return address if address.rpartition(":")[0] in LOOPBACK else ""
+        addresses = {parse_address(op.module) for op in calls}
+        address = addresses.pop() if len(addresses) == 1 else None
+        return ":".join(address) if address is not None and address.host in LOOPBACK else ""
 
     @cached_property
     def group_kinds(self) -> dict[ChannelKey, GroupKind]:

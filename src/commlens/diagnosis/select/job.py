@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from commlens.diagnosis.select.worlds import join_worlds
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
-from commlens.model.store_identity import joined_runs
+from commlens.model.store_identity import joined_runs, seen_from
 from commlens.model.worlds import ONE_WORLD, Worlds
 from commlens.text import count, ranks_phrase
 
@@ -57,7 +59,19 @@ def select_job(logs: Sequence[RankLog]) -> SelectedJob:
             " left out."
         )
     kept = join_worlds([_best_logs(runs[run], notes) for run in sorted(joined)])
+    if len({log.host for log in kept}) > 1:
+        kept = [_seen_from_host(log) for log in kept]
     return SelectedJob(kept, notes, kept[0].worlds)
+
+
+def _seen_from_host(log: RankLog) -> RankLog:
+    """Return a log in which a store that its process waits for has the name of its host."""
+    op = log.store_wait
+    if op is None or not op.is_for_store:
+        return log
+    group = msgspec.structs.replace(op.channel.group, name=seen_from(log, op.channel.group.name))
+    channel = msgspec.structs.replace(op.channel, group=group)
+    return msgspec.structs.replace(log, store_wait=msgspec.structs.replace(op, channel=channel))
 
 
 def _best_logs(logs: Sequence[RankLog], notes: list[str]) -> list[RankLog]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context
-from commlens.diagnosis.causes.groups_differ import meeting_port, went_on_to
+from commlens.diagnosis.causes.groups_differ import went_on_to
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import UNDECIDED, prose, ranks_by_text, separation
 from commlens.model.cause import Claims, GroupsDiffer, StartedTwice
 from commlens.model.collective import Collective
+from commlens.model.store_identity import parse_address
 from commlens.text import (
     capital,
     count,
@@ -244,7 +245,7 @@ def _asked(op: Collective) -> str:
         )
     if op.op != "init_process_group":
         return op.module or "an unknown mesh"
-    port = meeting_port(op)
+    port = parse_address(op.module).port
     at = f" at port {port}" if port else f" at {op.module}" if op.module else ""
     return f"{count(len(group.all_ranks), 'rank')}{at}" + (
         f" with {group.backend}" if group.backend else ""

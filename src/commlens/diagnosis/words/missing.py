@@ -37,7 +37,6 @@ from commlens.text import (
     count,
     duration,
     frame_phrase,
-    is_of_key,
     joined,
     key_phrase,
     numbered,
@@ -141,7 +140,7 @@ def _summary(case: MissingCase) -> str:
 
 def _unwritten(cause: Missing, op: Collective) -> str:
     doing, done, awaited = "writing", "written", f"the {key_phrase(op)}"
-    if not is_of_key(op):
+    if not op.is_for_key:
         doing, done, awaited = "coming to", "come to", f"the TCPStore at {op.channel.group.name}"
     if cause.why == "finished":
         return f"{ranks_phrase(cause.ranks)} finished without {doing} {awaited}"

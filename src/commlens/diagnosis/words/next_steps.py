@@ -18,7 +18,6 @@ from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Action, Because, Do
 from commlens.text import (
     frame_phrase,
-    is_of_key,
     joined,
     key_phrase,
     rank_phrase,
@@ -181,7 +180,7 @@ def _branch_step(ranks: Sequence[int], op: Collective) -> str:
         )
     return (
         f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without"
-        f" {'writing' if is_of_key(op) else 'making'} the {key_phrase(op)}"
+        f" {'writing' if op.is_for_key else 'making'} the {key_phrase(op)}"
     )
 
 

@@ -21,7 +21,6 @@ from commlens.text import (
     capital,
     duration,
     frame_phrase,
-    is_of_key,
     joined,
     key_phrase,
     op_phrase,
@@ -333,7 +332,7 @@ def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
 def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
     op, ranks = case.edges[0].op, case.cause.ranks
     waits = f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}"
-    if not is_of_key(op):
+    if not op.is_for_key:
         return _store_not_made(context, case, waits)
     return Words(
         summary=f"{waits}, which no rank is known to write",

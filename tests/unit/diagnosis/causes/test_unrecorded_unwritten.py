@@ -192,6 +192,31 @@ def test_a_client_is_not_kept_by_an_idle_rank_if_a_process_listens() -> None:
     assert [each.culprits for each in found.findings if each.root_cause] == [[1], []]
 
 
+def test_localhost_is_another_store_on_each_host() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 1)]
+    clients = [in_constructor(2, listens=False), in_constructor(3, listens=True)]
+    for log, host in zip([*reducing, *clients], ("n1", "n1", "n1", "n2"), strict=True):
+        log.host = host
+    found = verdict(*reducing, *clients)
+    assert [(one.cause.ranks, one.cause.listens) for one in found.findings if one.cause] == [
+        ([2], False),
+        ([3], True),
+    ]
+    assert "for the server at n1:29600, where nobody listens" in found.summary
+
+
+def test_one_store_has_several_names() -> None:
+    """A rank calls its own host localhost, the ranks of another host call it by its name."""
+    clients = [in_constructor(2, listens=False), in_store(3, "n1:29600", op=STORE_CLIENT)]
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 1)]
+    for log, host in zip([*reducing, *clients], ("n1", "n1", "n1", "n2"), strict=True):
+        log.host = host
+    found = verdict(*reducing, *clients)
+    assert [(one.cause.ranks, one.cause.listens) for one in found.findings if one.cause] == [
+        ([2, 3], False)
+    ], "the store's own host sees whether a process listens"
+
+
 def test_a_server_waits_for_its_clients() -> None:
     reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (1, 2, 3)]
     found = verdict(in_constructor(0, listens=None, server=True), *reducing)

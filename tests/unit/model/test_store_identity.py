@@ -1,0 +1,43 @@
+"""The addresses of stores, and their names as seen from several hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from commlens.model.collective import HandMade
+from commlens.model.ranklog import RankLog
+from commlens.model.store_identity import identity_of, parse_address, seen_from
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("localhost:29600/weight_sync/a:7", "localhost", "29600"),
+        ("tcp://n1:29500?timeout=5", "n1", "29500"),
+        ("tcp://[::1]:29500", "[::1]", "29500"),
+        ("::1:29600", "::1", "29600"),
+        ("file:///tmp/store:1", "", ""),
+        ("/tmp/store:1", "", ""),
+        ("env://", "", ""),
+        ("", "", ""),
+        (None, "", ""),
+    ],
+)
+def test_addresses(text: str | None, host: str, port: str) -> None:
+    assert parse_address(text) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("store", "seen"),
+    [
+        ("localhost:29600/a", "n1:29600/a"),
+        ("n2:29600/a", "n2:29600/a"),
+        ("/shared/store", "/shared/store"),
+        ("", ""),
+    ],
+)
+def test_localhost_is_another_host_for_each(store: str, seen: str) -> None:
+    log = RankLog(0, 1, host="n1")
+    assert seen_from(log, store) == seen
+    assert identity_of(log, HandMade(0, 2, store)).store == seen
+    assert seen_from(RankLog(0, 1), store) == store, "the host is not known"
