@@ -119,12 +119,13 @@ def nccl_like() -> dict[str, str]:
         import nccl_like
     finally:
         sys.path.remove(str(TESTS))
-    if why_not := nccl_like.why_not():
+    engine = os.environ.get(nccl_like.ENGINE, "nccl")
+    if why_not := nccl_like.why_not(engine):
         raise RuntimeError(why_not)
     path = os.pathsep.join(
         [str(nccl_like.HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    variables = {"NCCL_LIKE": "1", nccl_like.LIBRARY: str(nccl_like.build()), "PYTHONPATH": path}
+    variables = {**nccl_like.variables(engine), "PYTHONPATH": path}
     # Without this, a process whose collective timed out waits a minute before it ends.
     return {**variables, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300"}
 

@@ -50,7 +50,6 @@ from _report import Goal, Report, arguments, command
 
 CHECKS = [*_gpu_checks.CHECKS, *_gpu_jobs.CHECKS, *_gpu_scenarios.CHECKS, *_gpu_values.CHECKS]
 LIMIT_S = 540.0
-ON_NCCL = FACTS.with_name("facts_on_nccl.json")
 RESERVE_S = 6.0  # for the end: the last lines are written, and processes ended
 
 MACHINE = """
@@ -378,8 +377,9 @@ def write(results: list[Path]) -> int:
     claims = [row["finds"]["facts"] for row in rows if row["finds"].get("facts")]
     if claims:
         answers = {**claims[0], "facts": [row for part in claims for row in part["facts"]]}
-        ON_NCCL.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
-        print(f"Wrote {ON_NCCL}; {FACTS} --write puts it into docs/nccl.md.")
+        on_nccl = FACTS.with_name(f"facts_on_{answers['facts'][0]['engine']}.json")
+        on_nccl.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+        print(f"Wrote {on_nccl}; {FACTS} --write puts it into docs/nccl.md.")
     return 0
 
 

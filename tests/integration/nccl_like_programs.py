@@ -401,9 +401,13 @@ def occupied():
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     time.sleep(0.4)
-    entry = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True))[
-        "entries"
-    ][-1]
+    c10d = torch._C._distributed_c10d
+    text = (
+        c10d._dump_fr_trace_json(includeCollectives=True, backend="nccl2")
+        if os.environ[nccl_like.ENGINE] == nccl_like.NCCL2
+        else c10d._dump_nccl_trace_json(includeCollectives=True)
+    )
+    entry = json.loads(text)["entries"][-1]
     pending = nccl_like.pending()
     nccl_like.end_kernels()
     say(state=entry["state"], pending=pending, then=tensor.tolist())

@@ -47,17 +47,17 @@ class Ended:
         return found
 
 
-@pytest.fixture(scope="module")
-def library() -> str:
-    """The compiled backend."""
-    if why_not := nccl_like.why_not():
+@pytest.fixture(scope="module", params=["nccl", "nccl2"])
+def nccl(request: pytest.FixtureRequest) -> str:
+    """The emulated engine: ProcessGroupNCCL, or that of torch 2.15."""
+    if why_not := nccl_like.why_not(request.param):
         pytest.skip(why_not)
-    return str(nccl_like.build())
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def job(
-    library: str, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+    nccl: str, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Ended]:
     """Runs a program of nccl_like_programs.py: ``job("results", ranks=3)``."""
 
@@ -82,7 +82,7 @@ def job(
             **environ,
         }
         if emulated:
-            common |= {"NCCL_LIKE": "1", nccl_like.LIBRARY: library}
+            common |= nccl_like.variables(nccl)
         each = [
             {
                 "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r)},
@@ -144,9 +144,9 @@ def test_frameworks_train_as_on_gloo(job):
 
 
 @OF_THE_TOOL
-def test_the_host_runs_ahead(job):
-    """3,000 calls return while the other rank is not there; nobody holds a Work or asks for an
-    event until this program does.
+def test_the_host_runs_ahead(job, nccl):
+    """3,000 calls return while the other rank is not there; nobody holds a Work or, but for torch's
+    hooks on nccl2, asks for an event until this program does.
     """
     ended = job("run_ahead")
     assert ended.statuses == [0, 0]
@@ -154,8 +154,9 @@ def test_the_host_runs_ahead(job):
         json.loads(line) for line in ended.outputs[0].splitlines() if line.startswith("{")
     )
     assert first["pending"] == 3000
-    assert (first["left"], first["works"], first["queries"]) == (0, 0, 0)
-    assert (second["held"], second["works"], second["queries"]) == (1, 0, 1)
+    assert (first["left"], first["works"]) == (0, 0)
+    assert (second["held"], second["works"]) == (1, 0)
+    assert nccl == "nccl2" or (first["queries"], second["queries"]) == (0, 1)
 
 
 @OF_THE_TOOL
@@ -195,17 +196,25 @@ HANGS = {
 }
 
 
+TIMED_OUT = {
+    "nccl": "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=",
+    "nccl2": "Operation timed out after ",
+}
+
+
 @pytest.mark.parametrize("name", [long(name, when=name != "skipped") for name in HANGS])
-def test_a_hang_ends_with_dumps_that_commlens_reads(job, run_commlens, tmp_path, name):
+def test_a_hang_ends_with_dumps_that_commlens_reads(job, nccl, run_commlens, tmp_path, name):
+    """In nccl2, only a rank that waits itself writes a dump."""
     verdict, statuses = HANGS[name]
     ended = job(name, fr=tmp_path)
     assert ended.statuses == statuses
     assert ended.said()["ran_on"]  # the call returned
-    assert "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=" in ended.outputs[0]
+    assert TIMED_OUT[nccl] in ended.outputs[0]
     files = sorted(path.name for path in tmp_path.glob("nccl_trace_rank_*"))
-    assert files == ["nccl_trace_rank_0", "nccl_trace_rank_1"]
+    waits = [rank for rank in range(2) if nccl == "nccl" or statuses[rank] == ABORTED]
+    assert files == [f"nccl_trace_rank_{rank}" for rank in waits]
     said = run_commlens("diagnose", str(tmp_path)).stdout
-    assert verdict in " ".join(said.split()), said
+    assert len(waits) < 2 or verdict in " ".join(said.split()), said
 
 
 TRAIN = """
@@ -221,7 +230,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("launcher", [long("torchrun"), "commlens"])
-def test_any_program_runs_on_it_unchanged(library, tmp_path, launcher):
+def test_any_program_runs_on_it_unchanged(nccl, tmp_path, launcher):
     """Through the entry point of the folder ``site``, with torch's launcher, and with commlens
     beside it.
     """
@@ -230,9 +239,9 @@ def test_any_program_runs_on_it_unchanged(library, tmp_path, launcher):
         bench.script.write_text(TRAIN)
         path = os.pathsep.join([str(nccl_like.HERE / "site"), bench.environ["PYTHONPATH"]])
         start = bench.torchrun if launcher == "torchrun" else bench.launch
-        program = start("train.py", PYTHONPATH=path, NCCL_LIKE="1", **{nccl_like.LIBRARY: library})
+        program = start("train.py", PYTHONPATH=path, **nccl_like.variables(nccl))
         assert program.end(timeout_s=90) == 0, program.report()
-        assert program.out.count("nccl_like nccl [2.0, 2.0, 2.0, 2.0]") == 2, program.report()
+        assert program.out.count(f"nccl_like {nccl} [2.0, 2.0, 2.0, 2.0]") == 2, program.report()
         assert "not recording" not in program.error
     finally:
         bench.close()

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ HERE = Path(__file__).parent
 NAME = "nccl_like"
 MODULE = "nccl_like_native"
 LIBRARY = "NCCL_LIKE_LIBRARY"  # the built library, for processes that shall not look for it
+ENGINE = "NCCL_LIKE_ENGINE"
+NCCL2 = "nccl2"  # the engine that torch 2.15 calls "nccl"
 CACHE = "COMMLENS_TEST_NATIVE"  # the folder in which `make test` keeps native builds
 TIMEOUT_S = 900
 COMPILER_FAILED = "The compiler failed on nccl_like"
@@ -85,20 +88,20 @@ def build() -> Path:
     return library
 
 
-def why_not() -> str:
-    """Say why it cannot be used here; empty if it can."""
+def why_not(engine: str = "nccl") -> str:
+    """Say why it cannot be used here as an engine; empty if it can."""
     if _version() < (2, 8):
         return "the emulation follows ProcessGroupNCCL of torch 2.8 and later"
-    if _version() >= (2, 15):
-        return "in torch 2.15, the emulation does not make operators wait for collectives yet"
+    if engine == NCCL2 and _version() < (2, 15):
+        return "nccl2 needs the hooks of torch 2.15"
     return _why_not_built()
 
 
-def why_no_hooks() -> str:
-    """Say why its completion hooks cannot be used here; empty if they can. Operators need not wait."""
-    if _version() < (2, 15):
-        return "backends have completion hooks from torch 2.15 on"
-    return _why_not_built()
+def variables(engine: str) -> dict[str, str]:
+    """Return the environment that puts a rank on the emulation of an engine: ``nccl`` or
+    ``nccl2``.
+    """
+    return {"NCCL_LIKE": "1", ENGINE: engine, LIBRARY: str(build())}
 
 
 def _version() -> tuple[int, ...]:
@@ -171,6 +174,8 @@ def register(*, take_over: bool = False) -> None:
     _wait_outside_the_dispatcher(torch, made)
     _make_cuda_graphs(torch, made)
     atexit.register(made.stop)
+    if os.environ.get(ENGINE) == NCCL2:
+        _split_with_all_ranks(made)
     if take_over:
         _take_over(dist)
 
@@ -186,10 +191,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 def _settings_from_environment(made: Any, version: str) -> None:
     old = tuple(int(part) for part in version.split(".")[:2]) < (2, 8)
-    has_hooks = os.environ.get("NCCL_LIKE_HOOKS") == "1"
-    made.set_completion_hooks(has_hooks)
+    is_nccl2 = os.environ.get(ENGINE) == NCCL2
+    made.set_nccl2(is_nccl2)
     made.set_sync_returns_work(
-        os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old or has_hooks else "0") == "1"
+        os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old or is_nccl2 else "0") == "1"
     )
     made.set_eager(os.environ.get("NCCL_LIKE_EAGER") == "1")
     made.set_watchdogs_stuck(os.environ.get("NCCL_LIKE_STUCK_WATCHDOG") == "1")
@@ -224,17 +229,59 @@ def _make_cuda_graphs(torch: Any, made: Any) -> None:
     class CUDAGraph:
         def __init__(self, keep_graph: bool = False) -> None:
             self._graph = made.Graph()
+            self._leave_out = contextlib.ExitStack()
 
         def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            if os.environ.get(ENGINE) == NCCL2:
+                self._leave_out.enter_context(_hooks_leave_out(torch, made))
             self._graph.begin(capture_error_mode == "global")
 
         def capture_end(self) -> None:
             self._graph.end()
+            self._leave_out.close()
 
         def replay(self) -> None:
             self._graph.replay()
 
     torch.cuda.graphs.CUDAGraph = torch.cuda.CUDAGraph = CUDAGraph
+
+
+def _split_with_all_ranks(made: Any) -> None:
+    """Where a group is made, all ranks of the default group meet, also those that are no members."""
+    from torch.distributed import distributed_c10d as module
+
+    original = module._new_process_group_helper
+    count = itertools.count()
+
+    @functools.wraps(original)
+    def after_all_came(
+        size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        if ranks and str(backend) == NAME:
+            world = module._get_default_group()
+            store = module._get_default_store()
+            made.split(store, str(next(count)), world.rank(), world.size())
+        return original(size, rank, ranks, backend, *arguments, **named)
+
+    module._new_process_group_helper = after_all_came
+
+
+@contextlib.contextmanager
+def _hooks_leave_out(torch: Any, made: Any) -> Iterator[None]:
+    """torch's hooks record nothing while a graph is captured. They ask the stream, which on a CPU
+    never captures: here hooks before and after theirs switch their recorder off and on.
+    """
+    first, last = -(2**62), 2**62
+    groups = list(torch.distributed.distributed_c10d._world.pg_map)
+    for group in groups:
+        group.register_pre_hook(first, lambda _: made.set_hooks_recorder(False))
+        group.register_pre_hook(last, lambda _: made.set_hooks_recorder(True))
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.unregister_pre_hook(first)
+            group.unregister_pre_hook(last)
 
 
 def _take_over(dist: Any) -> None:

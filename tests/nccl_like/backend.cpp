@@ -52,10 +52,18 @@ void stop() {
 
 c10::intrusive_ptr<Backend> create(
     c10::intrusive_ptr<c10d::Store> store, int rank, int size, double timeout_s, const std::string& name, const std::vector<int64_t>& ranks) {
-  auto backend = c10::make_intrusive<Backend>(
-      std::move(store), rank, size, Milliseconds(static_cast<int64_t>(timeout_s * 1000)), name, std::vector<uint64_t>(ranks.begin(), ranks.end()));
+  const Milliseconds timeout(static_cast<int64_t>(timeout_s * 1000));
+  const std::vector<uint64_t> all(ranks.begin(), ranks.end());
+  auto backend = is_nccl2.load() ? c10::intrusive_ptr<Backend>(c10::make_intrusive<Backend2>(std::move(store), rank, size, timeout, name, all))
+                                 : c10::make_intrusive<Backend>(std::move(store), rank, size, timeout, name, all);
   backend->connect_if_eager();
   return backend;
+}
+
+// All ranks of a communicator meet where it is split: without a time limit.
+void split(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size) {
+  const std::atomic<bool> never{false};
+  Mesh(*store, "nccl_like/split/" + key, rank, size, std::chrono::hours(24), never);
 }
 
 }  // namespace
@@ -72,12 +80,19 @@ PYBIND11_MODULE(nccl_like_native, module) {
       .def("_set_default_timeout", [](Backend& self, Milliseconds timeout) { self.setTimeout(timeout); }, no_gil())
       .def("abort", [](Backend& self) { self.abort(); }, no_gil())
       .def("shutdown", [](Backend& self) { self.shutdown(); }, no_gil());
+  // of one base with the class above: Python sees no uid
+  py::class_<Backend2, c10::intrusive_ptr<Backend2>, c10d::Backend>(module, "ProcessGroupNCCL2")
+      .def_property_readonly("options", [](Backend2& self) { return self.getBackendOptions(); })
+      .def("_set_default_timeout", [](Backend2& self, Milliseconds timeout) { self.setTimeout(timeout); }, no_gil())
+      .def("abort", [](Backend2& self) { self.abort(); }, no_gil())
+      .def("shutdown", [](Backend2& self) { self.shutdown(); }, no_gil());
   py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph")
       .def(py::init<>())
       .def("begin", &Graph::begin)
       .def("end", &Graph::end)
       .def("replay", &Graph::replay, no_gil());
   module.def("create", &create, no_gil());
+  module.def("split", &split, no_gil());
   module.def("wait_for_memory", [](const at::Tensor& tensor) { wait_for_memory(tensor); }, no_gil());
   module.def("synchronize", &synchronize, no_gil());
   module.def("launch_kernel", &launch_kernel, no_gil());
@@ -90,7 +105,10 @@ PYBIND11_MODULE(nccl_like_native, module) {
   module.def("set_capturing", [](bool on) { capture_forbids_queries.store(on); });
   module.def("set_sync_returns_work", [](bool on) { sync_returns_work.store(on); });
   module.def("set_works_have_keys", [](bool on) { works_have_keys.store(on); });
-  module.def("set_completion_hooks", [](bool on) { has_completion_hooks.store(on); });
+  module.def("set_nccl2", [](bool on) { is_nccl2.store(on); });
+#ifdef NCCL_LIKE_HOOKS
+  module.def("set_hooks_recorder", [](bool on) { c10d::getFlightRecorder("nccl2")->enabled_ = on; });
+#endif
   module.def("set_eager", [](bool on) { connects_eagerly.store(on); });
   module.def("set_watchdogs_stuck", [](bool on) { watchdogs_are_stuck.store(on); });
   module.def("set_peer_death_is_an_error", [](bool on) { peer_death_is_an_error.store(on); });

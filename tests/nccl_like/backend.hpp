@@ -7,7 +7,7 @@
 #include <map>
 
 #include "interception.hpp"
-#include "watchdog.hpp"
+#include "watchdog2.hpp"
 
 namespace nccl_like {
 
@@ -53,7 +53,12 @@ class Backend : public c10d::Backend {
     timing_ = c10d::getCvarBool({"TORCH_NCCL_ENABLE_TIMING", "NCCL_ENABLE_TIMING"}, false) || dist_debug_level_ >= c10d::DebugLevel::Detail ||
         c10d::getCvarBool({"TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"}, false);
     blocking_wait_ = c10d::getCvarBool({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, false);
-    if (!blocking_wait_) watchdog_ = std::make_unique<Watchdog>(group_);
+    if (is_nccl2.load()) {
+      eager_ = true;
+      watchdog_ = std::make_unique<Watchdog2>(group_, blocking_wait_, [this] { abort_communicators(); });
+    } else if (!blocking_wait_) {
+      watchdog_ = std::make_unique<Watchdog>(group_);
+    }
     init();
     std::lock_guard<std::mutex> lock(all_mutex());
     all().insert(this);
@@ -88,9 +93,9 @@ class Backend : public c10d::Backend {
 
   uint64_t uid() const { return group_->local_id; }
   // Not all marked as overrides: torch before 2.8 does not have them.
-  const std::string getBackendName() const override { return has_completion_hooks.load() ? "nccl2" : "nccl"; }
+  const std::string getBackendName() const override { return is_nccl2.load() ? "nccl2" : "nccl"; }
 #ifdef NCCL_LIKE_HOOKS
-  bool supportsCompletionHooks() const override { return has_completion_hooks.load(); }
+  bool supportsCompletionHooks() const override { return is_nccl2.load(); }
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
     std::lock_guard<std::mutex> lock(group_->hooks_mutex);
     group_->hooks[id] = std::move(hook);
@@ -99,7 +104,7 @@ class Backend : public c10d::Backend {
     std::lock_guard<std::mutex> lock(group_->hooks_mutex);
     group_->hooks.erase(id);
   }
-  bool supportsAbortHooks() const override { return has_completion_hooks.load(); }
+  bool supportsAbortHooks() const override { return is_nccl2.load(); }
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
     std::lock_guard<std::mutex> lock(group_->hooks_mutex);
     group_->abort_hooks[id] = std::move(hook);
@@ -126,12 +131,14 @@ class Backend : public c10d::Backend {
   // End the kernels of this group, and wait a moment for them.
   void abort() {
     if (watchdog_) watchdog_->terminate();
-    {
-      std::lock_guard<std::mutex> lock(communicators_mutex_);
-      for (auto& named : communicators_) named.second->aborted.store(true);
-      if (connecting_) connecting_->aborted.store(true);
-    }
+    abort_communicators();
     for (int i = 0; i < 100 && last_kernel_ > Device::get().done() && !Device::get().is_stopping(); ++i) std::this_thread::sleep_for(Milliseconds(2));
+  }
+
+  void abort_communicators() {
+    std::lock_guard<std::mutex> lock(communicators_mutex_);
+    for (auto& named : communicators_) named.second->aborted.store(true);
+    if (connecting_) connecting_->aborted.store(true);
   }
 
   void stop_threads() {
@@ -152,7 +159,7 @@ class Backend : public c10d::Backend {
     --open_groups();
     if (!coalesced_.communicator) {
       coalescing_ = 0;
-      return nullptr;
+      return is_nccl2.load() ? WorkPtr(c10::make_intrusive<CompletedWork>()) : nullptr;
     }
     const std::string title = type == OpType::COALESCED ? "nccl:coalesced" : "nccl:" + c10d::opTypeToString(type) + "_coalesced";
     const bool is_p2p = coalescing_ & P2P, is_async = coalesced_.is_async;
@@ -336,7 +343,8 @@ class Backend : public c10d::Backend {
     set_async(reduce, async, 0);
     auto work = allreduce_of(token, reduce, "nccl:all_reduce_barrier");
     if (work) {
-      static_cast<WorkNCCL*>(work.get())->operation()->is_barrier = true;
+      // nccl2's wait() blocks the caller after a synchronous barrier only
+      static_cast<WorkNCCL*>(work.get())->operation()->is_barrier = !is_nccl2.load() || !async;
       return work;
     }
     synchronize();
@@ -378,6 +386,7 @@ class Backend : public c10d::Backend {
 
   WorkPtr collective(const Tensors& inputs, const Tensors& outputs, const Tensors& memory, Collective made, OpType type, bool async,
                      const char* title) {
+    if (watchdog_ && !coalescing_) watchdog_->before_a_collective();
     if (!coalescing_) ++seq_collective_;
     ++op_id_;
     auto comm = communicator("0", rank_, size_);
@@ -387,8 +396,8 @@ class Backend : public c10d::Backend {
       coalesced_.is_async = async;
       coalesced_.program.collectives.push_back(std::move(made));
       add(memory, comm);
-      record(entry(title, inputs, outputs, nullptr, nullptr, false));
-      return async ? idle_work(type, outputs) : nullptr;
+      note(entry(title, inputs, outputs, nullptr, nullptr, false));
+      return async || sync_returns_work.load() ? idle_work(type, outputs) : nullptr;
     }
     Program program;
     program.collectives.push_back(std::move(made));
@@ -404,6 +413,7 @@ class Backend : public c10d::Backend {
 
   // The calls that take several tensors at once: one number, one entry, one kernel.
   WorkPtr collective_coalesced(const Tensors& inputs, const Tensors& outputs, std::vector<Collective> made, bool async, const char* title) {
+    if (watchdog_) watchdog_->before_a_collective();
     ++seq_collective_;
     ++op_id_;
     auto comm = communicator("0", rank_, size_);
@@ -426,6 +436,7 @@ class Backend : public c10d::Backend {
 
   WorkPtr point_to_point(const at::Tensor& tensor, int peer, OpType type, const std::string& title) {
     const bool in_batch = open_groups() > 0, whole_group = eager_ || in_batch, to_self = peer == rank_;
+    if (watchdog_ && !in_batch) watchdog_->before_a_collective();
     if (!in_batch && !coalescing_) ++seq_p2p_;
     ++op_id_;
     std::shared_ptr<Communicator> comm;
@@ -443,8 +454,8 @@ class Backend : public c10d::Backend {
       coalesced_.is_async = true;  // P2P is always on a stream of its own
       coalesced_.program.messages.push_back(std::move(message));
       add({tensor}, comm);
-      record(entry(title, {tensor}, {tensor}, nullptr, nullptr, true));
-      return nullptr;
+      note(entry(title, {tensor}, {tensor}, nullptr, nullptr, true));
+      return is_nccl2.load() ? WorkPtr(c10::make_intrusive<CompletedWork>(Tensors{tensor})) : nullptr;
     }
     Program program;
     program.messages.push_back(std::move(message));
@@ -467,6 +478,7 @@ class Backend : public c10d::Backend {
     operation->is_p2p = is_p2p;
     operation->timeout = options_->timeout;
     operation->blocking_wait = blocking_wait_;
+    operation->group_name = getGroupUid();
     operation->timing = timing_;
     operation->kernel = kernel;
     operation->start = kernel->start;
@@ -534,7 +546,7 @@ class Backend : public c10d::Backend {
     }
     NoGil no_gil;
     made->mesh = std::make_unique<Mesh>(*store_, "nccl_like/" + key, rank, size, options_->timeout, made->aborted);
-    record_ranks(names(), ranks_);
+    if (!is_nccl2.load()) record_ranks(names(), ranks_);
     std::lock_guard<std::mutex> lock(communicators_mutex_);
     connecting_ = nullptr;
     return communicators_[key] = made;
@@ -548,7 +560,13 @@ class Backend : public c10d::Backend {
     return {group_->local_id, names(), seq_collective_, seq_p2p_, op_id_, title, inputs, outputs, start, end, options_->timeout, group_->status, is_p2p};
   }
 
+  // torch's hooks fill the recorder of nccl2.
+  static void note(const Entry& entry) {
+    if (!is_nccl2.load()) record(entry);
+  }
+
   void record_into(Operation& operation, const Entry& entry) {
+    if (is_nccl2.load()) return;
     operation.entry = record(entry);
     if (!watchdog_ || Device::get().is_capturing()) {  // never retired: the recorder keeps pointers to the events
       static auto* kept = new std::vector<std::shared_ptr<Event>>();
@@ -782,7 +800,12 @@ class Backend : public c10d::Backend {
   std::mutex communicators_mutex_;
   std::map<std::string, std::shared_ptr<Communicator>> communicators_;
   std::shared_ptr<Communicator> connecting_;
-  std::unique_ptr<Watchdog> watchdog_;
+  std::unique_ptr<Watcher> watchdog_;
+};
+
+// The same class, for Python: without a uid.
+class Backend2 : public Backend {
+  using Backend::Backend;
 };
 
 }  // namespace nccl_like

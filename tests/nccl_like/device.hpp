@@ -216,7 +216,8 @@ class NoGil {
 
 // Named as the function of the CUDA runtime in which a thread stands that waits for the device. That one uses all of a core. This one rests
 // in turns, because the tests share few cores: it uses four times what commlens takes for work. The argument is the number of a kernel.
-extern "C" __attribute__((visibility("default"), noinline)) int cudaStreamSynchronize(void* stream) {
+// Protected: in a torch that is built for CUDA, the runtime's own function would be called instead.
+extern "C" __attribute__((visibility("protected"), noinline)) int cudaStreamSynchronize(void* stream) {
   auto& device = nccl_like::Device::get();
   const auto number = reinterpret_cast<uint64_t>(stream);
   const auto waits = [&] { return device.done() < number && !device.is_stopping(); };

@@ -43,6 +43,7 @@ class Fact:
     # judges when the ranks have ended, because they do not survive
     after: Callable[[Ended], Answer] | None = None
     only_emulated: bool = False  # nothing makes it happen on a GPU
+    engines: tuple[str, ...] = ("nccl", "nccl2")  # of which it is claimed
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Here:
 
         self.torch, self.dist, self.rank, self.ranks = torch, dist, rank, ranks
         self.is_real = backend == "nccl"
+        self.engine = os.environ.get("NCCL_LIKE_ENGINE", "nccl")
         self.backend_name = backend
         if self.is_real:
             if torch.cuda.device_count() < ranks:
@@ -139,7 +141,10 @@ class Here:
                 yield graph
 
     def recorded(self, *, collectives: bool = True) -> dict[str, Any]:
-        made = self.torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=collectives)
+        c10d = self.torch._C._distributed_c10d
+        if self.engine == "nccl":
+            return json.loads(c10d._dump_nccl_trace_json(includeCollectives=collectives))
+        made = c10d._dump_fr_trace_json(includeCollectives=collectives, backend=self.engine)
         return json.loads(made)
 
     def entries(self) -> list[dict[str, Any]]:
@@ -147,14 +152,29 @@ class Here:
 
     def status(self, group: Any = None) -> dict[str, int]:
         """Last enqueued, started and completed."""
-        of = self.recorded(collectives=False)["pg_status"].get(
-            str(self.backend_of(group or self.group).uid), {}
-        )
+        group = group or self.group
+        all_of_them = self.recorded(collectives=False)["pg_status"]
+        if self.engine == "nccl":
+            of = all_of_them.get(str(self.backend_of(group).uid), {})
+        else:  # numbered in the order of the hooks
+            hooks = self.dist.distributed_c10d._world.pg_flight_recorder_hooks
+            of = all_of_them.get(str(list(hooks).index(group)) if group in hooks else "", {})
         return {name.split("_")[1]: int(value) for name, value in of.items()}
+
+    def completed(self, group: Any) -> int:
+        """How many entries of a group are completed."""
+        name = group.group_name
+        return sum(
+            entry["process_group"][0] == name and entry["state"] == "completed"
+            for entry in self.entries()
+        )
 
     def settle(self, group: Any) -> None:
         """Wait until the watchdog has seen all that is complete."""
-        until(lambda: self.status(group).get("completed") == self.status(group).get("enqueued"))
+        if self.engine == "nccl":
+            until(lambda: self.status(group).get("completed") == self.status(group).get("enqueued"))
+        else:
+            until(lambda: all(entry["state"] == "completed" for entry in self.entries()))
 
     def send_to_self(self) -> list[Any]:
         dist, tensor, into = self.dist, self.tensor(), self.tensor()
@@ -181,11 +201,11 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 # --- running them
 
 
-def run(chosen: Fact, backend: str, ranks: int | None = None) -> dict[str, Any]:
+def run(chosen: Fact, backend: str, engine: str) -> dict[str, Any]:
     """Run a check. Returns its row of the table."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        ended = _run_ranks(chosen, backend, ranks or chosen.ranks, Path(scratch))
+        ended = _run_ranks(chosen, backend, engine, Path(scratch))
         try:
             holds, observed = _judge(chosen, ended)
         except Exception as error:
@@ -196,6 +216,7 @@ def run(chosen: Fact, backend: str, ranks: int | None = None) -> dict[str, Any]:
             )
     return {
         "name": chosen.name,
+        "engine": engine,
         "claim": chosen.claim,
         "ranks": chosen.ranks,
         "holds": holds,
@@ -216,7 +237,8 @@ def _judge(chosen: Fact, ended: Ended) -> Answer:
     return not wrong, str(shown[1])
 
 
-def _run_ranks(chosen: Fact, backend: str, ranks: int, folder: Path) -> Ended:
+def _run_ranks(chosen: Fact, backend: str, engine: str, folder: Path) -> Ended:
+    ranks = chosen.ranks
     port_file = folder / "port"
     store = _fork(lambda: _serve_store(port_file), folder / "store.out", {})
     pids = []
@@ -236,6 +258,7 @@ def _run_ranks(chosen: Fact, backend: str, ranks: int, folder: Path) -> Ended:
                 "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dump_"),
                 "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "dump_"),
                 "TORCH_NCCL_TRACE_BUFFER_SIZE": "200",
+                "NCCL_LIKE_ENGINE": engine,
                 **chosen.environment,
             }
             answer = folder / f"answer{rank}"

@@ -30,15 +30,19 @@ struct GroupFacts {
   std::map<int64_t, c10d::CompletionHook> hooks;
   std::map<int64_t, c10d::AbortHook> abort_hooks;
 
+  // Called without the lock: who holds a lock of its own may register or unregister meanwhile.
   void completed(const Operation& operation) {
-    std::lock_guard<std::mutex> lock(hooks_mutex);
     std::optional<float> took;
     if (operation.timing) took = std::chrono::duration<float, std::milli>(operation.end->at() - operation.start->at()).count();
-    for (const auto& hook : hooks) hook.second({operation.key, took});
+    for (const auto& hook : all_of(hooks)) hook.second({operation.key, took});
   }
   void aborts() {
+    for (const auto& hook : all_of(abort_hooks)) hook.second();
+  }
+  template <typename Hooks>
+  Hooks all_of(const Hooks& some) {
     std::lock_guard<std::mutex> lock(hooks_mutex);
-    for (const auto& hook : abort_hooks) hook.second();
+    return some;
   }
 #else
   void completed(const Operation&) {}
@@ -51,7 +55,17 @@ struct GroupFacts {
   }
 };
 
-class Watchdog {
+// What follows the operations of a group.
+class Watcher {
+ public:
+  virtual ~Watcher() = default;
+  virtual void enqueue(const OperationPtr& operation) = 0;
+  virtual void before_a_collective() {}  // in the thread that issues it
+  virtual void terminate() = 0;
+  virtual void stop() = 0;
+};
+
+class Watchdog : public Watcher {
  public:
   explicit Watchdog(std::shared_ptr<GroupFacts> group) : group_(std::move(group)) {
     heartbeat_limit_s_ = c10d::getCvarInt({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"}, 480);
@@ -65,12 +79,12 @@ class Watchdog {
     monitor_ = std::thread([this] { monitor(); });
   }
 
-  ~Watchdog() {
+  ~Watchdog() override {
     stop();
     if (pipe_ >= 0) close(pipe_);
   }
 
-  void enqueue(const OperationPtr& operation) {
+  void enqueue(const OperationPtr& operation) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (terminates_.load()) return;
     operations_.push_back(operation);
@@ -81,14 +95,13 @@ class Watchdog {
     status.lastEnqueuedNumelOut = operation->numel_out;
   }
 
-  void terminate() {
+  void terminate() override {
     terminates_.store(true);
     wake_.notify_all();
   }
-  bool terminates() const { return terminates_.load(); }
 
   // Ends both threads. The operations of the list are complete or aborted.
-  void stop() {
+  void stop() override {
     terminate();
     if (watchdog_.joinable()) watchdog_.join();
     {
@@ -173,7 +186,6 @@ class Watchdog {
     status.lastCompletedNumelIn = operation->numel_in;
     status.lastCompletedNumelOut = operation->numel_out;
     retire(operation->entry);
-    group_->completed(*operation);
     return true;
   }
 
@@ -182,7 +194,6 @@ class Watchdog {
     log_error(c10::str(
         group_->prefix(), " failure detected by watchdog at work sequence id: ", operation->seq,
         " PG status: last enqueued work: ", group_->status->lastEnqueuedSeq, ", last completed work: ", group_->status->lastCompletedSeq));
-    group_->aborts();
     print_traceback(*operation);
     signal_dump();
     lock.unlock();

@@ -15,10 +15,26 @@ inline std::atomic<int64_t> works_alive{0};
 #define NCCL_LIKE_HOOKS 1
 #endif
 inline std::atomic<bool> works_have_keys{true};  // a test's setting: else the address of a Work is its key
-inline std::atomic<bool> has_completion_hooks{false};  // a test's setting: as nccl2, the backend "nccl" of torch 2.15
+inline std::atomic<bool> is_nccl2{false};        // a setting: as nccl2, the backend "nccl" of torch 2.15
 
 // Printed as ProcessGroupNCCL.cpp does, with the rank that torch puts before it.
 inline void log_error(const std::string& text) { LOG_AT_FILE_LINE(ERROR, "ProcessGroupNCCL.cpp", 1) << text; }
+// As nccl2 does.
+inline void log_tc(const char* file, int rank, const std::string& name, const std::string& text) {
+  LOG_AT_FILE_LINE(ERROR, file, 1) << "[TC][rank=" << rank << "][name=" << name << "] " << text;
+}
+
+// Queries of events in its scope are the backend's own: they are not counted, and do no harm to a capture.
+class Internally {
+ public:
+  Internally() : before_(std::exchange(is_internal_thread, true)) {}
+  ~Internally() { is_internal_thread = before_; }
+  Internally(const Internally&) = delete;
+  Internally& operator=(const Internally&) = delete;
+
+ private:
+  const bool before_;
+};
 
 // Shared by the Work, if there is one, and the watchdog's list.
 struct Operation {
@@ -27,6 +43,7 @@ struct Operation {
   uint64_t seq = 0;
   const uint64_t key = next_key();
   bool is_p2p = false, is_barrier = false, blocking_wait = false;
+  std::string group_name;
   size_t numel_in = 0, numel_out = 0;
   Milliseconds timeout{0};
   Clock::time_point created = Clock::now();
@@ -37,6 +54,7 @@ struct Operation {
   c10::intrusive_ptr<c10::ivalue::Future> result = c10::make_intrusive<c10::ivalue::Future>(c10::AnyEnumType::get());
   std::mutex mutex;
   std::exception_ptr error;
+  std::atomic<bool> timed_out{false};
 
   static uint64_t next_key() {
     static std::atomic<uint64_t> last{0};
@@ -62,7 +80,10 @@ struct Operation {
   void fail(const std::string& message, c10d::WorkResult how) {
     {
       std::lock_guard<std::mutex> lock(mutex);
-      if (!error) error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
+      if (!error) {
+        error = std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, message));
+        timed_out.store(how == c10d::WorkResult::TIMEOUT);
+      }
     }
     mark(how);
   }
@@ -74,6 +95,11 @@ struct Operation {
   bool has_timed_out(std::optional<Milliseconds> limit = std::nullopt) {
     const auto ran = std::chrono::duration_cast<Milliseconds>(Clock::now() - created);
     if (ran < limit.value_or(timeout)) return false;
+    if (is_nccl2.load()) {
+      if (!failure()) log_tc("WorkNCCL.cpp", rank, group_name, c10::str("Operation timed out after ", ran.count(), " ms"));
+      fail("Watchdog caught collective operation timeout: NCCL operation timed out", c10d::WorkResult::TIMEOUT);
+      return true;
+    }
     const std::string message = c10::str(
         prefix(), "Watchdog caught collective operation timeout: ", text(), " ran for ", ran.count(), " milliseconds before timing out.");
     log_error(message);
@@ -109,9 +135,9 @@ class WorkNCCL : public c10d::Work {
     future_->markCompleted(c10::IValue(outputs_));
   }
 
-  bool isCompleted() override { return operation_->failure() || operation_->end->query(); }
+  bool isCompleted() override { return is_nccl2.load() ? check() : operation_->failure() || operation_->end->query(); }
   bool isSuccess() const override {
-    if (has_completion_hooks.load()) return !operation_->failure();
+    if (is_nccl2.load()) return !operation_->failure();
     C10_THROW_ERROR(NotImplementedError, "WorkNCCL::isSuccess() is deprecated");
   }
   std::exception_ptr exception() const override { return operation_->failure(); }
@@ -120,6 +146,7 @@ class WorkNCCL : public c10d::Work {
 
   bool wait(Milliseconds timeout) override {
     synchronize();
+    if (is_nccl2.load()) return wait_as_nccl2(timeout);
     if (operation_->blocking_wait || timeout != kNoTimeout) {
       while (!operation_->end->is_done()) {
         if (operation_->has_timed_out(timeout == kNoTimeout ? std::nullopt : std::make_optional(timeout))) {
@@ -141,7 +168,10 @@ class WorkNCCL : public c10d::Work {
   void abort() override { operation_->kernel->communicator->aborted.store(true); }
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return operation_->result; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override {
+    if (is_nccl2.load()) check();
+    return operation_->result;
+  }
   uint64_t getSequencenumber() const override { return operation_->seq; }
 #ifdef NCCL_LIKE_HOOKS
   uint64_t getCompletionKey() const override { return works_have_keys.load() ? operation_->key : c10d::Work::getCompletionKey(); }
@@ -154,9 +184,55 @@ class WorkNCCL : public c10d::Work {
   const OperationPtr& operation() const { return operation_; }
 
  private:
+  // nccl2 queries the device in the thread that asks: returns whether the operation is over.
+  bool check() {
+    // torch's hooks do not ask during a capture on a GPU, and cannot know of one here
+    if (!operation_->kernel->number && Device::get().is_capturing()) return false;
+    operation_->end->query();
+    const Internally ours;
+    if (operation_->failure()) return true;
+    if (!operation_->end->query()) return operation_->has_timed_out();
+    operation_->mark(c10d::WorkResult::SUCCESS);
+    return true;
+  }
+
+  bool wait_as_nccl2(Milliseconds timeout) {
+    if (timeout == kNoTimeout && Device::get().is_capturing()) return true;
+    const Internally ours;
+    if (operation_->blocking_wait || timeout != kNoTimeout) {
+      const auto limit = timeout == kNoTimeout ? std::nullopt : std::make_optional(timeout);
+      while (!operation_->end->is_done() && !operation_->failure() && !operation_->has_timed_out(limit)) std::this_thread::sleep_for(Milliseconds(1));
+      if (operation_->failure() && operation_->blocking_wait) abort();
+    } else if (operation_->is_barrier) {
+      nccl_like::synchronize();
+    }
+    if (!check()) return true;
+    if (const auto error = operation_->failure()) std::rethrow_exception(error);
+    return true;
+  }
+
   const OperationPtr operation_;
   std::vector<at::Tensor> outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// What nccl2 returns for each message of a batch: complete when it is issued, and without a completion key of its own.
+class CompletedWork : public c10d::Work {
+ public:
+  explicit CompletedWork(std::vector<at::Tensor> outputs = {}) : outputs_(std::move(outputs)) {}
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  void synchronize() override {}
+  bool wait(Milliseconds) override { return true; }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
+
+ private:
+  const std::vector<at::Tensor> outputs_;
 };
 
 }  // namespace nccl_like

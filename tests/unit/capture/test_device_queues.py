@@ -22,7 +22,7 @@ class Channel:
     """A group's channel, which carried a message."""
 
     pairs: ClassVar = {1: 1}
-    backend = SimpleNamespace(uid="0", recorder="")
+    backend = SimpleNamespace(uid="0", recorder="", watches=True)
 
 
 def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
@@ -142,7 +142,7 @@ class Hooked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ops: str, entries: list[str]) -> None:
         channel: Any = Channel()
-        channel.backend = SimpleNamespace(uid="", recorder="nccl2")
+        channel.backend = SimpleNamespace(uid="", recorder="nccl2", watches=True)
         channel.group, channel.pairs, channel.busy = SimpleNamespace(name="dp"), {}, 0
         self.channel, self.now = channel, time.monotonic_ns()
         self.found: dict[int, str] = {}
@@ -265,4 +265,35 @@ def test_what_a_completion_hook_has_not_told_is_in_flight_after_two_seconds(
     assert job.queues.oldest() is third
     overwritten.append(third.index)
     job.queues.look(job.now)
+    assert job.queues.oldest() is third  # the device waits there, although its record is gone
+    third.hooked.done_ns = job.now
+    job.queues.look(job.now)
     assert job.queues.oldest() is None
+
+
+def test_with_blocking_wait_a_hook_that_was_not_called_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is called when the group issues its next op."""
+    job = Hooked(monkeypatch, "all_reduce all_reduce", [DONE, OPEN])
+    job.channel.backend.watches = False
+    assert job.look() == "done unknown" and job.queues.oldest() is None
+    job = Hooked(monkeypatch, "all_reduce", [])
+    job.channel.backend.watches = False
+    job.queues._tracker.overwritten = lambda _: False
+    job.tokens[0].hooked = SimpleNamespace(done_ns=0, progress_ns=0)
+    assert job.look() == "unknown" and job.queues.oldest() is None
+
+
+def test_the_collective_in_which_a_device_waits_may_be_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's recorder still has its entry."""
+    job = Hooked(monkeypatch, "all_reduce all_reduce all_reduce", [DONE, OPEN, OPEN])
+    job.queues._tracker.writer.capacity = 2
+    assert job.look() == "unknown open open"
+    assert job.queues.oldest() is job.tokens[1]  # the overwritten one is complete
+    job = Hooked(monkeypatch, "all_reduce all_reduce all_reduce", [DONE, OPEN, OPEN])
+    job.queues._tracker.writer.capacity = 1
+    job.look()
+    assert job.queues.oldest() is job.tokens[1]

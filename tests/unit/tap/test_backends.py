@@ -40,6 +40,13 @@ def test_how_completion_is_learned(
     assert (found.completion, found.uid, found.recorder, found.tells_results) == expected
 
 
+def test_with_blocking_wait_no_thread_of_the_backend_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of(supports_completion_hooks=True).watches
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    found = of(supports_completion_hooks=True), of(uid=3)
+    assert [(one.watches, one.tells_results) for one in found] == [(False, False)] * 2
+
+
 def test_a_backend_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     group = dist.ProcessGroupGloo(store, 0, 1)
