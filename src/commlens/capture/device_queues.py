@@ -266,9 +266,7 @@ class DeviceQueues:
             queue.note_progress(now, any_done=len(left) < before)
 
     def _apply_hooked(self, now: int) -> None:
-        """Learn from the recorders that torch's hooks fill. The newest entry of a group belongs to
-        its newest collective, and so on, as long as the ops are the same.
-        """
+        """Learn from the recorders that torch's hooks fill."""
         quiet = [
             queue
             for queue in self._queues.values()
@@ -278,7 +276,6 @@ class DeviceQueues:
         recorders = {name: torch_progress.hooked(name) for name in names}
         for queue in quiet:
             entries = recorders[queue.channel.backend.recorder].get(queue.channel.group.name, [])
-            entries = entries[-len(queue.tokens) :]
             is_settled = entries and time.time_ns() - entries[-1].created_ns >= ASK_AGAIN_NS
             if is_settled and not (queue.channel.busy or self._added):
                 self._apply_newest(queue, entries, now)
@@ -286,9 +283,13 @@ class DeviceQueues:
     def _apply_newest(
         self, queue: Queue, entries: list[torch_progress.RecorderEntry], now: int
     ) -> None:
+        """The newest entry of a group belongs to its newest collective, and so on, as long as the
+        ops are the same.
+        """
         tokens = list(queue.tokens)[-len(entries) :]
+        older, entries = entries[: -len(tokens)], entries[-len(tokens) :]
         if [token.args.op for token in tokens] != [entry.op for entry in entries]:
-            tokens = []  # which entry is whose is not known: their state stays unknown
+            tokens = older = []  # which entry is whose is not known: their state stays unknown
         open_before = sum(token.known_how != ENDED for token in tokens)
         for token, entry in zip(tokens, entries, strict=False):
             if token.known_how == ENDED:
@@ -296,13 +297,12 @@ class DeviceQueues:
             if entry.completed:
                 self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
                 token.waiting, token.known_how = False, ENDED
-            else:
+            elif queue.channel.backend.watches:
                 self._in_flight(token, L.HOW_NATIVE_RECORDER)
         still_open = [at for at, token in enumerate(tokens) if token.known_how != ENDED]
-        queue.tokens, queue.dropped = (
-            collections.deque(tokens[min(still_open, default=len(tokens)) :]),
-            None,
-        )
+        queue.tokens = collections.deque(tokens[min(still_open, default=len(tokens)) :])
+        if queue.dropped is not None:
+            queue.dropped.waiting = bool(older) and not older[-1].completed
         queue.note_progress(now, any_done=len(still_open) < open_before)
 
     def _in_flight(self, token: Token, how: int) -> None:
@@ -317,9 +317,14 @@ class DeviceQueues:
         """
         still_open: list[Token] = []
         for token in self._hooked:
-            if token.hooked.done_ns or self._tracker.overwritten(token.index):
+            if token.hooked.done_ns:
                 continue
-            if now - token.since >= QUIET_NS:
+            is_late = now - token.since >= QUIET_NS and token.args.channel.backend.watches
+            if self._tracker.overwritten(token.index):
+                token.waiting = is_late
+                still_open = [token]  # of those whose records are overwritten, the newest
+                continue
+            if is_late:
                 self._in_flight(token, L.HOW_NATIVE_RECORDER)
                 if token.hooked.done_ns:  # meanwhile: what is in flight may have overwritten that
                     self._tracker.done(token, L.HOW_NATIVE_RECORDER, int(token.hooked.done_ns))

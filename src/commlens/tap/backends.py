@@ -54,6 +54,11 @@ class Backend(NamedTuple):
     recorder: str = ""
     """Name of the recorder in which torch's hooks mark what is complete; empty if there is none."""
 
+    watches: bool = True
+    """Whether a thread of the backend looks for completed ops. With blocking wait none does: a
+    completion hook is called when the group issues its next op.
+    """
+
 
 def backend_of(process_group: Any, device: str) -> Backend:
     """Return the behaviour of a ProcessGroup's backend for a device type."""
@@ -64,14 +69,15 @@ def backend_of(process_group: Any, device: str) -> Backend:
         return Backend(False, timeout_ms=_timeout_ms(backend), completion="call")
     completion = completion_of(backend)
     has_hooks = completion == "hooks"
+    watches = not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT)
     return Backend(
         True,
         str(int(backend.uid)) if completion == "status" else "",
-        not has_hooks
-        and not any(os.environ.get(name, "").lower() in _ON for name in _BLOCKING_WAIT),
+        watches and not has_hooks,
         _timeout_ms(backend),
         completion,
         recorder_name(backend) if has_hooks else "",
+        watches,
     )
 
 
