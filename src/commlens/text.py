@@ -398,7 +398,8 @@ def _is_default(group: ProcessGroup) -> bool:
 def group_phrase(group: ProcessGroup) -> str:
     """``"group dp [0-3]"``, ``"the default group [0-3]"``; without ranks if only one is known."""
     name = "the default group" if _is_default(group) else f"group {group.label}"
-    return f"{name} [{members_text(group.all_ranks)}]" if len(group.all_ranks) > 1 else name
+    ranks = group.asked_for
+    return f"{name} [{members_text(ranks)}]" if len(ranks) > 1 else name
 
 
 def members_text(ranks: Sequence[int]) -> str:
@@ -422,8 +423,9 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
         made = op.channel.group
         if op.op == "init_process_group":
             return op.op + (f" #{op.sequence_number}" if op.sequence_number > 1 else "")
-        members = group_phrase(made) if made.description else ranks_phrase(made.all_ranks)
-        return f"{op.op} #{op.sequence_number} of {members}"
+        members = group_phrase(made) if made.description else ranks_phrase(made.asked_for)
+        where = f", where {ranks_phrase(made.all_ranks)} meet" if made.members else ""
+        return f"{op.op} #{op.sequence_number} of {members}{where}"
     name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:
         return message_phrase(op, [op.peer] if op.peer is not None else [])

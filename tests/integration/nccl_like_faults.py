@@ -67,6 +67,13 @@ def endless_kernel(rank, x):
     x.sum().item()
 
 
+def skips_new_group(rank, x):
+    """In nccl2, all ranks of the default group meet in new_group, not only the members."""
+    if rank == 1:
+        load_batch()
+    dist.new_group([0, 2])
+
+
 def late_replay(rank, x):
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()

@@ -218,6 +218,15 @@ def test_where_torch_does_not_tell_how_far_the_device_is_the_verdict_says_so(
     assert "torch's own recorder" in text and "in a CUDA graph" in text
 
 
+def test_a_rank_that_is_not_in_a_new_group_and_does_not_come_to_it(run: Run, nccl: str) -> None:
+    """nccl2 splits the communicator of the default group, where all its ranks meet."""
+    if nccl == "nccl":
+        pytest.skip("only the members meet there")
+    verdict = run("skips_new_group").verdict
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [1], [0, 2])
+
+
 def test_blocking_wait(run: Run) -> None:
     """Then torch's watchdog does not see the collectives."""
     verdict = run("asleep", goes_on=True, environ={"TORCH_NCCL_BLOCKING_WAIT": "1"}).verdict

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
-import itertools
 import os
 import subprocess
 import sys
@@ -174,8 +173,6 @@ def register(*, take_over: bool = False) -> None:
     _wait_outside_the_dispatcher(torch, made)
     _make_cuda_graphs(torch, made)
     atexit.register(made.stop)
-    if os.environ.get(ENGINE) == NCCL2:
-        _split_with_all_ranks(made)
     if take_over:
         _take_over(dist)
 
@@ -184,6 +181,13 @@ def _create(options: Any, backend_options: Any) -> Any:
     timeout = options.timeout
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     ranks = list(options.global_ranks_in_group)
+    if os.environ.get(ENGINE) == NCCL2:
+        # As torch does for nccl2: new_group then splits the communicator of the default group.
+        import torch
+
+        options.process_group.bound_device_id = torch.device("cpu", 0)
+        if options.split_from is not None:
+            options.split_from.perform_nocolor_split(None)
     return native().create(
         options.store, options.group_rank, options.group_size, seconds, options.group_id, ranks
     )
@@ -244,26 +248,6 @@ def _make_cuda_graphs(torch: Any, made: Any) -> None:
             self._graph.replay()
 
     torch.cuda.graphs.CUDAGraph = torch.cuda.CUDAGraph = CUDAGraph
-
-
-def _split_with_all_ranks(made: Any) -> None:
-    """Where a group is made, all ranks of the default group meet, also those that are no members."""
-    from torch.distributed import distributed_c10d as module
-
-    original = module._new_process_group_helper
-    count = itertools.count()
-
-    @functools.wraps(original)
-    def after_all_came(
-        size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **named: Any
-    ) -> Any:
-        if ranks and str(backend) == NAME:
-            world = module._get_default_group()
-            store = module._get_default_store()
-            made.split(store, str(next(count)), world.rank(), world.size())
-        return original(size, rank, ranks, backend, *arguments, **named)
-
-    module._new_process_group_helper = after_all_came
 
 
 @contextlib.contextmanager

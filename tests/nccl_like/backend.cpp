@@ -60,12 +60,6 @@ c10::intrusive_ptr<Backend> create(
   return backend;
 }
 
-// All ranks of a communicator meet where it is split: without a time limit.
-void split(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size) {
-  const std::atomic<bool> never{false};
-  Mesh(*store, "nccl_like/split/" + key, rank, size, std::chrono::hours(24), never);
-}
-
 }  // namespace
 }  // namespace nccl_like
 
@@ -85,14 +79,17 @@ PYBIND11_MODULE(nccl_like_native, module) {
       .def_property_readonly("options", [](Backend2& self) { return self.getBackendOptions(); })
       .def("_set_default_timeout", [](Backend2& self, Milliseconds timeout) { self.setTimeout(timeout); }, no_gil())
       .def("abort", [](Backend2& self) { self.abort(); }, no_gil())
-      .def("shutdown", [](Backend2& self) { self.shutdown(); }, no_gil());
+      .def("shutdown", [](Backend2& self) { self.shutdown(); }, no_gil())
+      .def("perform_nocolor_split", [](Backend2& self, const py::object&) {
+        py::gil_scoped_release no_gil;
+        self.meet_to_split();
+      });
   py::class_<Graph, std::shared_ptr<Graph>>(module, "Graph")
       .def(py::init<>())
       .def("begin", &Graph::begin)
       .def("end", &Graph::end)
       .def("replay", &Graph::replay, no_gil());
   module.def("create", &create, no_gil());
-  module.def("split", &split, no_gil());
   module.def("wait_for_memory", [](const at::Tensor& tensor) { wait_for_memory(tensor); }, no_gil());
   module.def("synchronize", &synchronize, no_gil());
   module.def("launch_kernel", &launch_kernel, no_gil());

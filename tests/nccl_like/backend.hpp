@@ -789,7 +789,10 @@ class Backend : public c10d::Backend {
     return options.rootRank + options.rootTensor;
   }
 
+ protected:
   const c10::intrusive_ptr<c10d::Store> store_;
+
+ private:
   const c10::intrusive_ptr<Options> options_;
   std::vector<uint64_t> ranks_;
   const std::shared_ptr<GroupFacts> group_ = std::make_shared<GroupFacts>();
@@ -805,7 +808,20 @@ class Backend : public c10d::Backend {
 
 // The same class, for Python: without a uid.
 class Backend2 : public Backend {
+ public:
   using Backend::Backend;
+#ifdef NCCL_LIKE_HOOKS
+  bool supportsSplitting() const override { return true; }
+#endif
+
+  // All ranks of a communicator meet where it is split, without a time limit.
+  void meet_to_split() {
+    const std::atomic<bool> never{false};
+    Mesh(*store_, c10::str("nccl_like/split/", splits_++), rank_, size_, std::chrono::hours(24), never);
+  }
+
+ private:
+  int splits_ = 0;
 };
 
 }  // namespace nccl_like

@@ -139,6 +139,7 @@ class SetupJson(msgspec.Struct, frozen=True, tag_field="k", tag="setup"):
     began: _Natural = 0  # CLOCK_MONOTONIC ns
     prev: _Natural = 0  # the blob of the call before
     hand: HandMade | None = None
+    of: str = ""  # the group's ranks, where others meet them in the call
 
 
 class ThreadJson(msgspec.Struct, frozen=True):
@@ -241,7 +242,7 @@ def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
     """Return the channel of a call that makes a process group, or that uses the store."""
     unmade = UNMADE_STORE if blob.op in (STORE_CLIENT, STORE_SERVER) else SETUP
     device = STORE if blob.op.startswith("store.") else unmade
-    return _channel(
+    channel = _channel(
         blob.name,
         blob.ranks,
         blob.desc,
@@ -252,6 +253,10 @@ def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
         limit,
         hand=blob.hand,
     )
+    if not blob.of:
+        return channel
+    members = parse_ranks(blob.of, limit=limit)
+    return Channel(msgspec.structs.replace(channel.group, members=members), device)
 
 
 def _channel(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import time
@@ -145,6 +146,21 @@ log = logging.getLogger("commlens")
 # --- the effects on the recording of torch's calls that make and destroy groups
 
 
+def _splits(given: dict[str, Any]) -> bool:
+    """Return whether ``new_group`` splits the communicator of the default group: then all ranks of
+    that one meet there, also those that are not in the new group.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    world, find = c10d._get_default_group(), getattr(c10d, "_get_split_source", None)
+    if find is None or not world.bound_device_id or not str(given["group_name"]).isdecimal():
+        return False
+    if getattr(given.get("backend_options"), "lazy_init", False):
+        return False
+    several = len(inspect.signature(find).parameters) > 1  # from torch 2.15 on
+    return find(world, *((given["backend"],) if several else ())) is not None
+
+
 class TorchEvents:
     """The listener of the hooks in ``torch.distributed`` (:mod:`commlens.capture.init_hooks`).
 
@@ -205,7 +221,10 @@ class TorchEvents:
             recording.setups.init_began(size, backend, None)
         else:
             description = str(given.get("group_desc") or "")
-            recording.setups.group_began(name, description, ranks, backend, by_hand)
+            of_split = by_hand is None and bool(safely(_splits, given))
+            recording.setups.group_began(
+                name, description, ranks, backend, by_hand, of_split=of_split
+            )
             safely(recording.recorder.hazards.group_made, ranks)
         from commlens.capture import connections
 

@@ -84,20 +84,23 @@ class Setups:
         ranks: Sequence[int],
         backend: str,
         by_hand: Membership | None,
+        *,
+        of_split: bool = False,
     ) -> None:
         """``new_group`` makes a group, with or without this rank, or the program makes one by hand.
-        Its members meet there.
+        Its members meet there; with ``of_split``, all ranks of the default group.
         """
         if not self._depth:
             self._note(
                 "new_group",
                 name,
-                ranks,
+                range(self._world_size) if of_split else ranks,
                 number=max(int(name), 1) if name.isdecimal() else 1,
                 backend=backend,
                 desc="" if description == "undefined" else description,
                 label=self._mesh,
                 **({"hand": by_hand._asdict()} if by_hand is not None else {}),
+                **({"of": format_ranks(ranks)} if of_split else {}),
             )
         self._depth += 1
 

@@ -139,6 +139,13 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     # all its ranks, if ``ranks`` are those that are examined; empty: ``ranks`` are all
     whole: tuple[int, ...] = ()
     hand_made: HandMade | None = None  # of a group that torch did not make
+    # of a call of ``new_group`` in which all ranks of the default group meet: those of the group
+    members: tuple[int, ...] = ()
+
+    @property
+    def asked_for(self) -> tuple[int, ...]:
+        """The ranks for which a call makes a group."""
+        return self.members or self.all_ranks
 
     @property
     def all_ranks(self) -> tuple[int, ...]:

@@ -35,13 +35,14 @@ def call(
     name: str = "",
     asked: str | None = None,
     inc: int = 0,
+    members: Sequence[int] = (),
 ) -> Collective:
     names = {
         "init_process_group": "default_pg",
         "new_group": str(number),
         "init_device_mesh": "mesh",
     }
-    group = ProcessGroup(name or names[op], tuple(ranks), "", "gloo", None, inc)
+    group = ProcessGroup(name or names[op], tuple(ranks), "", "gloo", None, inc, members=tuple(members))
     at = START + line * MS
     stack = (Frame(SCRIPT, line, "build"),)
     return Collective(

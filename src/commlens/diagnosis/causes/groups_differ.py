@@ -229,7 +229,7 @@ def _own_groups(context: Context, rank: int) -> dict[str, Collective]:
     return {
         op.channel.group.name: op
         for op in made
-        if op.state is State.COMPLETED and rank in (op.channel.group.all_ranks or (rank,))
+        if op.state is State.COMPLETED and rank in (op.channel.group.asked_for or (rank,))
     }
 
 
@@ -283,7 +283,7 @@ def _request(op: Collective) -> Hashable:
     """Return what a call asks for."""
     group = op.channel.group
     if op.op == "new_group":
-        return group.all_ranks
+        return group.asked_for
     if op.op != "init_process_group":
         return op.module
     return len(group.all_ranks), parse_address(op.module).port or op.module, group.backend
@@ -321,8 +321,8 @@ def _difference(
     if usual.op != "new_group":
         return None
     next_of_most, next_of_odd = (_next_ranks(context, usual, side) for side in sides[:2])
-    follows = odd.channel.group.all_ranks in next_of_most
-    precedes = usual.channel.group.all_ranks in next_of_odd
+    follows = odd.channel.group.asked_for in next_of_most
+    precedes = usual.channel.group.asked_for in next_of_odd
     if follows and precedes:
         return "order"
     if follows:
@@ -335,7 +335,7 @@ def _next_ranks(context: Context, call: Collective, side: list[int]) -> set[tupl
     incarnation, number = call.channel.group.incarnation, call.sequence_number + 1
     made = [op for rank in side for op in context.job.views[rank].log.setups if op.op == call.op]
     return {
-        op.channel.group.all_ranks
+        op.channel.group.asked_for
         for op in made
         if (op.channel.group.incarnation, op.sequence_number) == (incarnation, number)
     }

@@ -181,7 +181,8 @@ class _Groups:
             if made is None:
                 ranks = tuple(self.number(world, rank) for rank in group.ranks)
                 whole = tuple(self.number(world, rank) for rank in group.whole)
-                changed = msgspec.structs.replace(group, ranks=ranks, whole=whole)
+                members = tuple(self.number(world, rank) for rank in group.members)
+                changed = msgspec.structs.replace(group, ranks=ranks, whole=whole, members=members)
             else:
                 identity = identity_of(log, made)
                 changed = ProcessGroup(

@@ -239,9 +239,9 @@ def _asked(op: Collective) -> str:
     group = op.channel.group
     if op.op == "new_group":
         return (
-            f"ranks {list(group.all_ranks)}"
-            if len(group.all_ranks) <= 8
-            else ranks_phrase(group.all_ranks)
+            f"ranks {list(group.asked_for)}"
+            if len(group.asked_for) <= 8
+            else ranks_phrase(group.asked_for)
         )
     if op.op != "init_process_group":
         return op.module or "an unknown mesh"

@@ -178,6 +178,26 @@ def test_all_inside_and_nothing_moves() -> None:
     hold("stuck-inside/init", found)
 
 
+def split(*members: int, number: int = 1) -> Collective:
+    """A call of new_group for these ranks, where the communicator of the default group is split."""
+    return call("new_group", range(WORLD), 10 + number, number=number, members=members)
+
+
+def test_all_ranks_meet_in_new_group_where_it_splits_the_default_group() -> None:
+    """nccl2, and NCCL with a device_id: also a rank that is not in the group is waited for."""
+    calls = [[init(), *([split(0, 2)] if number != 1 else [])] for number in range(4)]
+    found = verdict(*(rank(number, *made, inside=number != 1) for number, made in enumerate(calls)))
+    assert (found.kind, found.culprits, found.victims) == ("missing", [1], [0, 2, 3])
+    hold("missing/not-in-the-new-group", found)
+
+
+def test_groups_that_split_the_default_group_are_compared_by_their_members() -> None:
+    first = [split(0, 2), split(0, 2), split(1, 2), split(0, 2)]
+    found = verdict(*(rank(number, init(), call) for number, call in enumerate(first)))
+    assert (found.kind, found.culprits) == ("mismatch/group", [2])
+    hold("mismatch/group-of-a-split", found)
+
+
 def test_calls_that_returned_are_no_fault() -> None:
     """Groups that members made alone, and a second default group."""
     logs = [
