@@ -289,7 +289,7 @@ class DeviceQueues:
         tokens = list(queue.tokens)[-len(entries) :]
         older, entries = entries[: -len(tokens)], entries[-len(tokens) :]
         if [token.args.op for token in tokens] != [entry.op for entry in entries]:
-            tokens = older = []  # which entry is whose is not known: their state stays unknown
+            tokens, older = [], []  # which entry is whose is not known: their state stays unknown
         open_before = sum(token.known_how != ENDED for token in tokens)
         for token, entry in zip(tokens, entries, strict=False):
             if token.known_how == ENDED:

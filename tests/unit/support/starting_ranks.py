@@ -42,7 +42,9 @@ def call(
         "new_group": str(number),
         "init_device_mesh": "mesh",
     }
-    group = ProcessGroup(name or names[op], tuple(ranks), "", "gloo", None, inc, members=tuple(members))
+    group = ProcessGroup(
+        name or names[op], tuple(ranks), "", "gloo", None, inc, members=tuple(members)
+    )
     at = START + line * MS
     stack = (Frame(SCRIPT, line, "build"),)
     return Collective(
