@@ -18,8 +18,8 @@ import pytest
 from watch_ranks import member
 
 from commlens.blackbox import layout
+from commlens.watch import other_nodes
 from commlens.watch.nodes import (
-    ask,
     bundles,
     folder_client,
     known_nodes,
@@ -62,7 +62,6 @@ def serve_store() -> subprocess.Popen[bytes]:
 
 
 _MODULES = (
-    ask,
     bundles,
     folder_client,
     known_nodes,
@@ -362,7 +361,7 @@ def test_a_command_asks_the_other_nodes_without_taking_part(
     slot = there._mine.slot
     for _ in range(2):
         assert asked.gather(as_it_is, of=[slot], records=64) == ({slot: b"64 records"}, [])
-    monkeypatch.setattr(ask, "_ANSWERS_S", 0.5)
+    monkeypatch.setattr(other_nodes, "_ANSWERS_S", 0.5)
     kill(there)
     assert asked.gather(as_it_is, of=[slot], records=64) == ({}, asked.others)
     late = meet(2)
