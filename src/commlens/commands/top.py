@@ -124,7 +124,7 @@ class _Job:
         self.roster = Roster([folder])
         self.observer = Observer(_OBSERVED_S)
         self.other_nodes = _OtherNodes(folder)
-        self.other_worlds = OtherWorlds()
+        self.other_worlds = OtherWorlds(newest=_NEWEST)
         self.of_all_nodes: JobStatus | None = None
 
     def read(self) -> JobStatus:

@@ -5,6 +5,7 @@ default groups of their own, which meet in groups made by hand.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from commlens.watch.roster import Roster
 from commlens.watch.snapshot import observe, read_logs
 
 _OBSERVED_S: Final = 0.5
+_AGAIN_S: Final = 5.0
 _ENDED_S: Final = 30.0
 """This job does not wait for one that ended longer ago."""
 
@@ -50,27 +52,34 @@ class OtherWorlds:
     Args:
         observed_s: for how long to observe their processes in each look, and to wait for a stack.
             If 0, each box is read once a look, and processes are observed from one look to the
-            next.
+            next; jobs that are not joined are looked at again only after some seconds.
+        newest: of how many records of each rank to read; None: all.
     """
 
-    def __init__(self, observed_s: float = 0.0) -> None:
+    def __init__(self, observed_s: float = 0.0, newest: int | None = None) -> None:
         self._observed_s = observed_s
+        self._newest = newest
+        self._apart: dict[Path, float] = {}  # when a job was found not to be joined
         self._known: dict[Path, tuple[Roster, Observer]] = {}
 
     def logs(self, logs: Sequence[RankLog], folders: Sequence[Path]) -> dict[Path, list[RankLog]]:
         """Return the logs of each job that is joined with this one, by the job's folder."""
         if not identities(logs):
             return {}
-        own = Path()
+        own, now = Path(), time.monotonic()
         others = {
             other: self._read(other)
             for folder in folders
             if folder.parent.is_dir()
             for other in folder.parent.iterdir()
-            if other not in folders and other.is_dir() and not is_over(other, _ENDED_S)
+            if other not in folders
+            and now - self._apart.get(other, -_AGAIN_S) >= _AGAIN_S
+            and other.is_dir()
+            and not is_over(other, _ENDED_S)
         }
         joined = joined_runs({own: logs, **others}, own) - {own}
         self._forget(self._known.keys() - joined)
+        self._apart |= dict.fromkeys(others.keys() - joined, now)
         return {
             other: self._read(other, self._observed_s) if self._observed_s else others[other]
             for other in sorted(joined)
@@ -85,7 +94,7 @@ class OtherWorlds:
             self._known[job] = Roster([job]), Observer()
         roster, observer = self._known[job]
         seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
-        return read_logs(roster.current(), seen)[0]
+        return read_logs(roster.current(), seen, newest=self._newest)[0]
 
     def _forget(self, jobs: Collection[Path]) -> None:
         for job in jobs:

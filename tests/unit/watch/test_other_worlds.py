@@ -49,8 +49,8 @@ def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
         done.append(("observe", roster.job, (window_s, wait_s)))
         return {}
 
-    def read_logs(job: str, _: object) -> tuple[list[RankLog], list[str]]:
-        done.append(("read", job, 0.0))
+    def read_logs(job: str, _: object, *, newest: int | None) -> tuple[list[RankLog], list[str]]:
+        done.append(("read", job, newest))
         return [member(1, job, stores[job])], []
 
     for job in ("trainer", *stores):
@@ -62,13 +62,20 @@ def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
     return done
 
 
-def test_each_box_is_read_once_a_look(looks: list[tuple[str, str, Any]], tmp_path: Path) -> None:
-    others, own = OtherWorlds(), [member(0, "trainer", "localhost:1/weights")]
-    for _ in range(2):
+def test_each_box_is_read_once_a_look(
+    looks: list[tuple[str, str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is not joined is let go, and looked at again only after some seconds."""
+    others, own = OtherWorlds(newest=9), [member(0, "trainer", "localhost:1/weights")]
+    now = 100.0
+    monkeypatch.setattr(other_worlds.time, "monotonic", lambda: now)
+    for seconds, apart in ((0.0, ["else"]), (0.5, []), (5.0, ["else"])):
+        now = 100.0 + seconds
         assert [*others.logs(own, [tmp_path / "trainer"])] == [tmp_path / "rollout"]
         assert [job for what, job, _ in looks if what == "read"].count("rollout") == 1
         assert {waits for what, _, waits in looks if what == "observe"} == {(0.0, 0.0)}
-        assert [job for what, job, _ in looks if what == "close"] == ["else"]
+        assert [job for what, job, _ in looks if what == "close"] == apart
+        assert {newest for what, _, newest in looks if what == "read"} == {9}
         looks.clear()
     others.close()
     assert looks == [("close", "rollout", 0.0)]
