@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from commlens.model.health import RasCommunicator, RasRank, RasReport
+from commlens.model.store_identity import parse_address
 
 VARIABLE: Final = "NCCL_RAS_ADDR"
 DEFAULT_PORT: Final = 28028
@@ -34,12 +35,8 @@ class _SilentError(Exception):
 
 def address(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the host and port of the service, as the job's environment names them."""
-    named = environment.get(VARIABLE, "").strip()
-    host, _, port = named.rpartition(":")
-    host = host.strip("[]")
-    if not port.isdecimal():
-        return "localhost", DEFAULT_PORT
-    return host or "localhost", int(port)
+    host, port = parse_address(environment.get(VARIABLE, "").strip())
+    return host.strip("[]") or "localhost", int(port or DEFAULT_PORT)
 
 
 def ask(environment: Mapping[str, str] = os.environ, *, elsewhere: bool = False) -> RasReport:
