@@ -163,7 +163,7 @@ def _of_black_boxes(worlds: Sequence[FoundJob]) -> Verdict | None:
 
 def _name_elsewhere(here: Sequence[FoundJob], wanted: str) -> str:
     """Return by what to find the job on another machine, where its pids are others."""
-    from commlens.outside.find_ranks import script_of
+    from commlens.processes.process import script_of
     from commlens.text import INLINE_CODE
 
     if not wanted.isdecimal():
@@ -188,10 +188,10 @@ def _find(arguments: argparse.Namespace) -> list[FoundJob]:
 
 
 def _look_at(worlds: Sequence[FoundJob], arguments: argparse.Namespace) -> list[HostSamples]:
-    from commlens.outside.look import look_at_worlds
+    from commlens.outside.look import look_at
 
     with _hardware(worlds) as finish:
-        found = look_at_worlds(worlds, window_s=arguments.window, native=arguments.native)
+        found = look_at(worlds, window_s=arguments.window, native=arguments.native)
         if finish is not None:
             found[0].health = finish([sample.log for each in found for sample in each.samples])
     return found

@@ -120,7 +120,7 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
     from commlens.config import load_settings
     from commlens.diagnosis.select.worlds import join_worlds
     from commlens.outside.find_ranks import find_worlds
-    from commlens.outside.look import look_at_worlds
+    from commlens.outside.look import look_at
     from commlens.outside.seen import SeenJob
     from commlens.watch.jobs import find_jobs
     from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
@@ -146,7 +146,7 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
                 log.observation.stacks_note = "it runs; its stack can be read on its node"
             ranks = [*here, *elsewhere.logs]
             return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
-    hosts = look_at_worlds(find_worlds(wanted, job_name), window_s=0.5, native=native)
+    hosts = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
     return FoundRanks([sample.log for sample in SeenJob(hosts).samples])
 
 
@@ -158,14 +158,14 @@ def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
     """Return the ranks of this node with their current stacks: those of running ranks are read with
     py-spy, since these record no stack.
     """
-    from commlens.outside.find_ranks import find_job
+    from commlens.outside.find_ranks import find_worlds
     from commlens.outside.look import look_at
 
     stale = [log for log in logs if _is_stale(log)]
     if not stale:
         return logs
     try:
-        samples = look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples
+        samples = look_at(find_worlds(str(stale[0].pid))[:1], window_s=0.5)[0].samples
         return [sample.log for sample in samples]
     except (CommandError, EvidenceError, MissingDependency):
         for log in stale:

@@ -16,7 +16,7 @@ from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
 from commlens.processes.connections import links_between
-from commlens.processes.process import command_line, has_torch
+from commlens.processes.process import command_line, has_torch, script_of, short_command_of
 from commlens.processes.ranks import (
     RankProcess,
     ancestors_of,
@@ -24,7 +24,7 @@ from commlens.processes.ranks import (
     python_processes,
     rank_process,
 )
-from commlens.text import INLINE_CODE, count, ranks_phrase
+from commlens.text import count, ranks_phrase
 
 _SAME_JOB: Final = ("WORLD_SIZE", *launchers.PLACES, *launchers.STARTS)
 _LAUNCHERS: Final = re.compile(
@@ -37,9 +37,7 @@ NO_CAPABILITY: Final = (
     "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look"
     " from the host as root"
 )
-_COMMAND_MAX: Final = 80
 _JOBS_NAMED: Final = 8
-_CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
 
 
 class FoundJob(NamedTuple):
@@ -68,8 +66,9 @@ class FoundJob(NamedTuple):
         return f"{who} of {script_of(first.command)} (pid {first.pid})"
 
 
-def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
-    """Return one job on this machine.
+def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJob]:
+    """Return one job on this machine, and after it those whose processes are connected with it,
+    directly or through another job: these are its worlds.
 
     Args:
         wanted: a pid, of a rank, its launcher or one of its children, or a part of the command
@@ -79,17 +78,6 @@ def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
     Raises:
         CommandError: several jobs match.
         EvidenceError: no job matches, or its processes belong to another user.
-    """
-    jobs, several = _matching(wanted, job_name)
-    if len(jobs) > 1:
-        raise several
-    return jobs[0]
-
-
-def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJob]:
-    """Return one job on this machine, and after it those whose processes are connected with it,
-    directly or through another job: these are its worlds. Arguments and errors are those of
-    :func:`find_job`.
     """
     jobs, several = _matching(wanted, job_name)
     others = [job for job in find_jobs() if job.pids.isdisjoint(jobs[0].pids)]
@@ -269,34 +257,3 @@ def _as_this_user() -> str:
         if os.geteuid() == 0
         else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
     )
-
-
-def short_command_of(pid: int) -> str:
-    """Return the command line of a process without code that it holds: ``"python -c '...'"``."""
-    command = command_line(pid)
-    words = command.split(" ")
-    for position, word in enumerate(words[1:], 1):
-        if _CODE_FOLLOWS.fullmatch(word):
-            return " ".join([*words[: position + 1], "'...'"])
-        if not word.startswith("-"):
-            break
-    return command
-
-
-def script_of(command: str) -> str:
-    """Return the program in a Python command line, without the interpreter and its options;
-    ``"python -c '...'"`` for code.
-    """
-    words = command.split(" ")
-    for position, word in enumerate(words[1:], 1):
-        if _CODE_FOLLOWS.fullmatch(word):
-            return INLINE_CODE
-        if word == "-m":
-            return _cut(" ".join(words[position + 1 :]))
-        if not word.startswith("-"):
-            return _cut(" ".join([word.rpartition("/")[2], *words[position + 1 :]]))
-    return _cut(command)
-
-
-def _cut(command: str) -> str:
-    return command if len(command) <= _COMMAND_MAX else f"{command[:_COMMAND_MAX]}..."

@@ -23,12 +23,13 @@ from commlens.outside.calls import (
     fingerprint,
     meeting_place,
 )
-from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, script_of
+from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob
 from commlens.outside.sample import Call, HostSamples, RankSample
 from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
 from commlens.processes.connections import links_between
 from commlens.processes.observer import Observer, Pulse
+from commlens.processes.process import script_of
 from commlens.processes.pyspy import SeenFrame, SeenThread, Stacks
 from commlens.processes.ranks import RankProcess
 from commlens.processes.store_address import look_at_store
@@ -41,12 +42,7 @@ _PY_SPY_TIMEOUT_S: Final = 8.0
 _SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
 
 
-def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False) -> HostSamples:
-    """Look at the ranks of a job with one world, as :func:`look_at_worlds` does."""
-    return look_at_worlds([job], window_s=window_s, native=native)[0]
-
-
-def look_at_worlds(
+def look_at(
     worlds: Sequence[FoundJob], *, window_s: float = WINDOW_S, native: bool = False
 ) -> list[HostSamples]:
     """Look at all ranks of a job on this machine, several times within a window.

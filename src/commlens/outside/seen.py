@@ -134,8 +134,8 @@ def _worlds_on(hosts: Sequence[HostSamples]) -> tuple[Worlds, list[tuple[JobWorl
             parts[host.world if several else ""].append(host)
     logs = [[one.log for host in part for one in host.samples] for part in parts.values()]
     sizes = [_size_of(part) for part in parts.values()]
-    one = Worlds((JobWorld("", 0, sum(sizes)),))
-    worlds = worlds_of(logs, sizes) if len(parts) > 1 else one
+
+    worlds = worlds_of(logs, sizes) if len(parts) > 1 else Worlds((JobWorld("", 0, sum(sizes)),))
     of_hosts = zip(worlds.worlds, parts.values(), strict=False)
     return worlds, [(world, host) for world, part in of_hosts for host in part]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commlens.blackbox import job_dirs
-from commlens.text import printable, signal_name
+from commlens.text import INLINE_CODE, printable, signal_name
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -31,6 +31,8 @@ _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT: Final = 1 << 3
 _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
+_COMMAND_MAX: Final = 80
+_CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
 _DESCENDANTS_MAX: Final = 256
 _FILE_MAX: Final = 1 << 24
 _NETLINK_SOCK_DIAG: Final = 4
@@ -180,6 +182,37 @@ def command_line(pid: int, most: int = 400) -> str:
     """Return the command line of a process, cut short; empty if it cannot be read."""
     words = (read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " ")
     return printable(words if len(words) <= most else f"{words[:most]}...")
+
+
+def short_command_of(pid: int) -> str:
+    """Return the command line of a process without code that it holds: ``"python -c '...'"``."""
+    command = command_line(pid)
+    words = command.split(" ")
+    for position, word in enumerate(words[1:], 1):
+        if _CODE_FOLLOWS.fullmatch(word):
+            return " ".join([*words[: position + 1], "'...'"])
+        if not word.startswith("-"):
+            break
+    return command
+
+
+def script_of(command: str) -> str:
+    """Return the program in a Python command line, without the interpreter and its options;
+    ``"python -c '...'"`` for code.
+    """
+    words = command.split(" ")
+    for position, word in enumerate(words[1:], 1):
+        if _CODE_FOLLOWS.fullmatch(word):
+            return INLINE_CODE
+        if word == "-m":
+            return _cut(" ".join(words[position + 1 :]))
+        if not word.startswith("-"):
+            return _cut(" ".join([word.rpartition("/")[2], *words[position + 1 :]]))
+    return _cut(command)
+
+
+def _cut(command: str) -> str:
+    return command if len(command) <= _COMMAND_MAX else f"{command[:_COMMAND_MAX]}..."
 
 
 def runs_python(pid: int) -> bool:

@@ -50,6 +50,8 @@ def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
         monkeypatch.setattr("commlens.outside.find_ranks.find_jobs", lambda jobs=jobs: jobs)
         assert main([verb]) == 3
         assert said in capsys.readouterr().err
-    monkeypatch.setattr("commlens.outside.find_ranks.find_job", lambda wanted: ranks(41, [0, 1]))
+    monkeypatch.setattr(
+        "commlens.outside.find_ranks.find_worlds", lambda wanted: [ranks(41, [0, 1])]
+    )
     assert main([verb, str(os.getpid())]) == 3
     assert "`commlens attach 41` says whether they are stuck, and where" in capsys.readouterr().err

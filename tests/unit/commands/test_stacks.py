@@ -43,7 +43,7 @@ def test_jobs_that_run_are_one_only_if_they_meet(
     monkeypatch.setattr("commlens.watch.snapshot.snapshot", lambda *_, **__: logs)
     others = {Path("/dev/shm", met): [RankLog(0, 1, job=met)]}
     monkeypatch.setattr("commlens.watch.other_worlds.logs_of_other_worlds", lambda *_: others)
-    monkeypatch.setattr("commlens.outside.find_ranks.find_job", refuse)
+    monkeypatch.setattr("commlens.outside.find_ranks.find_worlds", refuse)
     if shown:
         assert [log.rank for log in find_ranks(None, None).logs] == shown
     else:

@@ -12,11 +12,9 @@ from commlens.errors import CommandError
 from commlens.outside import find_ranks
 from commlens.outside.find_ranks import (
     FoundJob,
-    find_job,
     find_worlds,
-    script_of,
-    short_command_of,
 )
+from commlens.processes.process import script_of, short_command_of
 from commlens.processes.ranks import RankProcess
 
 
@@ -84,11 +82,12 @@ def test_several_jobs_and_how_to_name_one(monkeypatch, scripts, wanted, said):
         for pid, s in zip(range(41, 1000, 10), scripts, strict=False)
     ]
     monkeypatch.setattr(find_ranks, "find_jobs", lambda: jobs)
+    monkeypatch.setattr(find_ranks, "links_between", lambda _: {})
     with pytest.raises(CommandError) as refused:
-        find_job(wanted)
+        find_worlds(wanted)
     assert said in str(refused.value)
     if wanted is None and len(scripts) == 3:
-        assert find_job("serve.py") is jobs[2]
+        assert find_worlds("serve.py") == [jobs[2]]
 
 
 @pytest.mark.parametrize("mine", [0, 1])
