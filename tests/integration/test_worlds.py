@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,13 @@ def run(
     folder: Path,
     meanwhile: Callable[[Mapping[str, str]], None] = lambda _: None,
     *,
-    recorded: bool = True,
+    recorded: Collection[str] | None = None,
 ) -> str:
     """Start all processes of all worlds. Returns what they printed.
 
     ``meanwhile`` is called with the environment, and the pid of one of them in FIRST_PID, before
-    the late one goes on.
+    the late one goes on. Of the roles, ``recorded`` are; by default all.
     """
-    command = [sys.executable, *(["-m", "commlens", "run"] if recorded else []), str(PROGRAM)]
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -54,12 +53,13 @@ def run(
     started = []
     for role, size in worlds.items():
         port = str(free_port())
+        by = ["-m", "commlens", "run"] if recorded is None or role in recorded else []
         for rank in range(size):
             environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
             with (folder / f"{role}{rank}.out").open("w") as output:
                 started.append(
                     subprocess.Popen(
-                        [*command, shape, late, role],
+                        [sys.executable, *by, str(PROGRAM), shape, late, role],
                         env=common | environment,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -193,9 +193,22 @@ def test_worlds_that_are_not_recorded_are_one_picture(tmp_path: Path) -> None:
         until(attach)
         shown = " ".join(shown.split())
 
-    run("two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=False)
+    run("two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=[])
     print(shown)
     assert "worlds_programs.py:57 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
     assert "Trainer 1: in barrier of the default group at" in shown
     assert "Looked at 4 ranks of 4 of trainer and rollout (pids" in shown
     assert "Confidence: medium" in shown
+
+
+@pytest.mark.long
+def test_a_process_that_may_be_a_member_without_a_record_is_evidence(tmp_path: Path) -> None:
+    def look(_: Mapping[str, str]) -> None:
+        until(lambda: "dump saved" in words_in(tmp_path))
+
+    worlds = {"trainer": 2, "rollout": 2}
+    words = run("two_worlds", "rollout:1", worlds, tmp_path, look, recorded=["trainer"])
+    assert "2 of 3 members of group weight_sync" in words
+    assert words.count("is not recorded by commlens, and is connected with rank 0") == 2
+    if pyspy.find() is not None:
+        assert "connected with rank 0: it is in worlds_programs.py:57 sleep." in words

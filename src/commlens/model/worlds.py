@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from commlens.model.collective import Frame
+
 
 class JobWorld(msgspec.Struct, frozen=True):
     """One default group, and its processes."""
@@ -35,6 +37,15 @@ class Outsider(msgspec.Struct, frozen=True):
     size: int  # of the group; 0: a rank that its world does not have any more
 
 
+class NearProcess(msgspec.Struct, frozen=True):
+    """A process without a record that is connected with members of a group made by hand."""
+
+    pid: int
+    command: str
+    numbers: tuple[int, ...]  # of the members that it is connected with
+    frame: Frame | None = None  # where it stands
+
+
 class Worlds(msgspec.Struct, frozen=True):
     """The names of the processes of a job."""
 
@@ -42,6 +53,8 @@ class Worlds(msgspec.Struct, frozen=True):
     outsiders: tuple[Outsider, ...] = ()
     # whose processes are presumed: the members that came have their own ranks in the group
     presumed: tuple[Outsider, ...] = ()
+    # on this host, where members of a group are not known; None: not looked for
+    near: tuple[NearProcess, ...] | None = None
 
     @property
     def are_several(self) -> bool:

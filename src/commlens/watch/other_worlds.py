@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from commlens.diagnosis.select.worlds import join_worlds
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import identities, joined_runs
@@ -17,6 +19,7 @@ from commlens.processes.observer import Observer
 from commlens.watch.jobs import is_over
 from commlens.watch.roster import Roster
 from commlens.watch.snapshot import observe, read_logs
+from commlens.watch.strangers import near_processes
 
 _OBSERVED_S: Final = 0.5
 _AGAIN_S: Final = 5.0
@@ -26,13 +29,18 @@ _ENDED_S: Final = 30.0
 
 def with_other_worlds(logs: Sequence[RankLog], folders: Sequence[Path]) -> list[RankLog]:
     """Return a job's logs with those of the jobs that share a group made by hand with it, as one
-    job.
+    job. If members of such a group are not known, look for processes that may be these.
 
     Args:
         logs: of the watched job.
         folders: of its boxes; the other jobs' folders are beside them.
     """
-    return join_worlds([logs, *logs_of_other_worlds(logs, folders).values()])
+    joined = join_worlds([logs, *logs_of_other_worlds(logs, folders).values()])
+    if any(each.size for log in joined[:1] for each in log.worlds.outsiders):
+        worlds = msgspec.structs.replace(joined[0].worlds, near=near_processes(joined))
+        for log in joined:
+            log.worlds = worlds
+    return joined
 
 
 def logs_of_other_worlds(

@@ -4,18 +4,24 @@ processes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commlens import launchers
 from commlens.errors import FormatError
-from commlens.model.collective import Collective
+from commlens.model.collective import Collective, Frame, user_frame
+from commlens.model.frames import frame_kind
+from commlens.model.grouping import grouped
 from commlens.model.limits import LOOPBACK
 from commlens.model.ops import STORE_CLIENT
+from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import StoreAddress, parse_address
-from commlens.processes import process
+from commlens.model.worlds import NearProcess
+from commlens.processes import process, pyspy
+from commlens.processes.connections import links_between
 from commlens.processes.observer import Observer
-from commlens.processes.process import has_torch
+from commlens.processes.process import has_torch, script_of
 from commlens.processes.ranks import (
     RankProcess,
     ancestors_of,
@@ -27,6 +33,7 @@ from commlens.text import ranks_phrase
 from commlens.watch.roster import Member, Roster
 
 _LOOK_EVERY_S = 2.0
+_NEAR_MAX = 4
 _LINES_AFTER_S = 2.0  # all ranks leave init_process_group at about the same time
 
 
@@ -159,6 +166,38 @@ def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
         environ.get(name, "")
         for name in ("GROUP_RANK", "NODE_RANK", "COMMLENS_BOX_DIR", "SLURM_JOB_ID")
     )
+
+
+def near_processes(logs: Sequence[RankLog]) -> tuple[NearProcess, ...]:
+    """Return the processes of this host that have no log, and are connected with ranks in whose
+    groups members are not known, each with the line where it stands.
+    """
+    here = {log.pid: log for log in logs if log.host == os.uname().nodename}
+    unknown = {each.number for each in logs[0].worlds.outsiders if each.size}
+    members = {pid: log.rank for pid, log in here.items() if unknown & log.peers}
+    links = links_between([*members, *_unrelated({*here})] if members else ())
+    ends = [end for link in links for end in (link, link[::-1])]
+    found = grouped((pid, members[end]) for pid, end in ends if end in members)
+    near = sorted(found.keys() - members)[:_NEAR_MAX]
+    return tuple(
+        NearProcess(pid, script_of(process.command_line(pid)), tuple(found[pid]), _line_of(pid))
+        for pid in near
+    )
+
+
+def _unrelated(recorded: set[int]) -> list[int]:
+    """Return the processes with torch that are not recorded, nor parents or children of these."""
+    above = {pid for each in recorded for pid in ancestors_of(each)}
+    return [
+        pid
+        for pid, _ in python_processes()
+        if pid not in above and recorded.isdisjoint(ancestors_of(pid)) and has_torch(pid)
+    ]
+
+
+def _line_of(pid: int) -> Frame | None:
+    threads = pyspy.take(pid, lambda file: frame_kind(file, [])).threads
+    return user_frame(threads[0].stack.frames) if threads else None
 
 
 def why_unrecorded(pid: int, *, joined: bool) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from watch_ranks import eventually
 
@@ -21,11 +23,15 @@ from commlens.model.collective import (
     ProcessGroup,
     State,
 )
+from commlens.model.ranklog import RankLog
+from commlens.model.worlds import Outsider, Worlds
+from commlens.text import INLINE_CODE
 from commlens.watch import strangers
 from commlens.watch.strangers import (
     JobMeeting,
     find_strangers,
     meeting_of,
+    near_processes,
     unrecorded_lines,
     why_unrecorded,
 )
@@ -173,3 +179,41 @@ def test_the_line_at_the_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         unrecorded_lines([*recorded, member(2, os.getpid(), place="tcp://127.0.0.1:29500")]) == []
     )
+
+
+CONNECT = "import socket, sys; s = socket.create_connection(('127.0.0.1', {})); sys.stdin.read()"
+
+
+def test_processes_that_are_connected_with_ranks_whose_group_lacks_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This process is rank 0. One process is connected with it, a child of it; another is not."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", CONNECT.format(server.getsockname()[1])], stdin=subprocess.PIPE
+        ) as near,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other,
+    ):
+        client = server.accept()[0]
+        pids = [near.pid, other.pid, os.getpid()]
+        monkeypatch.setattr(strangers, "python_processes", lambda: [(pid, {}) for pid in pids])
+        monkeypatch.setattr(strangers, "has_torch", lambda _: True)
+        group = ProcessGroup("weights", (0, 1))
+        args = CollectiveArgs("new_group", "new_group")
+        made = Collective(0, Channel(group, SETUP), 1, args, State.ISSUED, 1, 1)
+        worlds = Worlds(outsiders=(Outsider(1, "weights", 1, 2),))
+        log = RankLog(0, 1, host=os.uname().nodename, pid=os.getpid(), setups=[made], worlds=worlds)
+        assert near_processes([log]) == (), "a child of a rank is no member"
+        monkeypatch.setattr(strangers, "ancestors_of", lambda pid: [pid])
+        monkeypatch.setattr(strangers, "_line_of", lambda _: None)
+        (found,) = near_processes([log])
+        assert (found.pid, found.numbers, found.command) == (near.pid, (0,), INLINE_CODE)
+        elsewhere = msgspec.structs.replace(log, host="another")
+        in_no_group = msgspec.structs.replace(log, setups=[])
+        assert near_processes([elsewhere]) == near_processes([in_no_group]) == ()
+        monkeypatch.setattr(strangers, "has_torch", lambda _: False)
+        assert near_processes([log]) == ()
+        for child in (near, other):
+            child.communicate()
+        client.close()

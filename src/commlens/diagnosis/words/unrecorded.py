@@ -17,6 +17,7 @@ from commlens.model.cause import Unrecorded
 from commlens.model.collective import Collective
 from commlens.model.ops import STORE_CLIENT
 from commlens.model.ranklog import RankLog
+from commlens.model.worlds import Worlds
 from commlens.text import (
     capital,
     duration,
@@ -36,7 +37,23 @@ _IDLE_MAX = 4
 
 def words(context: Context, case: Case[Unrecorded]) -> Words:
     """Return what a finding says about ranks without a record."""
-    return _WORDS[case.cause.reason](context, case)
+    words = _WORDS[case.cause.reason](context, case)
+    unknown = {each.number for each in context.job.worlds.outsiders if each.size}
+    if unknown.isdisjoint(case.cause.ranks):
+        return words
+    return words._replace(evidence=[*words.evidence, *_near(context.job.worlds)])
+
+
+def _near(worlds: Worlds) -> list[str]:
+    """Return what is known of processes without a record that may be members of a group."""
+    if worlds.near == ():
+        return ["No process on this host that has loaded torch and is not recorded is connected."]
+    return [
+        f"Process {near.pid} on this host ({near.command}) is not recorded by commlens, and is"
+        f" connected with {ranks_phrase(near.numbers)}"
+        + (f": it is in {frame_phrase(near.frame)}." if near.frame is not None else ".")
+        for near in worlds.near or ()
+    ]
 
 
 def _silent(context: Context, case: Case[Unrecorded]) -> Words:

@@ -15,9 +15,9 @@ from judging import judge
 from starting_ranks import call, init, rank
 
 from commlens.diagnosis.select.worlds import join_worlds
-from commlens.model.collective import Channel, Collective, HandMade, ProcessGroup
+from commlens.model.collective import Channel, Collective, Frame, HandMade, ProcessGroup
 from commlens.model.ranklog import RankLog
-from commlens.model.worlds import JobWorld, Worlds
+from commlens.model.worlds import JobWorld, NearProcess, Worlds
 from commlens.text import members_text, naming_worlds, rank_phrase, ranks_phrase
 
 SLEEP = Stay(25, "wait_for_batch")
@@ -126,6 +126,36 @@ def test_one_world_alone_blames_no_rank_of_it() -> None:
     assert not verdict.culprits
     assert "member 1" in verdict.summary or "members 1-2" in verdict.summary
     hold("worlds/members-out-of-sight", verdict)
+
+
+@pytest.mark.parametrize(
+    ("near", "said"),
+    [
+        (None, ""),
+        ((), "No process on this host that has loaded torch and is not recorded is connected."),
+        (
+            (
+                NearProcess(
+                    77, "rl.py rollout", (0,), Frame("/home/me/rl.py", 25, "wait_for_batch")
+                ),
+            ),
+            "Process 77 on this host (rl.py rollout) is not recorded by commlens, and is connected"
+            " with rank 0: it is in rl.py:25 wait_for_batch.",
+        ),
+        (
+            (NearProcess(77, "rl.py", (0,)),),
+            "Process 77 on this host (rl.py) is not recorded by commlens, and is connected with"
+            " rank 0.",
+        ),
+    ],
+)
+def test_processes_that_may_be_members_are_evidence(near, said: str) -> None:
+    logs = join_worlds([recorded(3)[:2]])
+    for log in logs:
+        log.worlds = msgspec.structs.replace(log.worlds, near=near)
+    found = judge(logs)
+    assert found.findings[0].evidence == [said] * bool(said)
+    assert not found.culprits
 
 
 def part_of_a_world(late: int) -> list[RankLog]:
