@@ -342,6 +342,7 @@ Doubt = Literal[
     "not-observed",
     "only-issued",
     "completion-unknown",
+    "may-wait-in-message",
     "refused-elsewhere",
     "undecided",
     "majority-assumed",
@@ -357,6 +358,8 @@ Doubt = Literal[
 ``outside-not-recorded``: there are no stacks. ``ended-unobserved``, ``not-observed``: whether it
 made progress. ``only-issued``: logs tell what was issued, not what completed.
 ``completion-unknown``: nothing tells whether the others' collective completed.
+``may-wait-in-message``: the ranks may wait for their devices in a message, of which nothing tells
+whether it completed; then nobody is blamed.
 ``refused-elsewhere``: strict verification ended their wait first. ``undecided``: nothing chooses
 between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-end-there``: where
 the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks

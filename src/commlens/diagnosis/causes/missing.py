@@ -334,6 +334,10 @@ def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequen
 
 def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
     """Return the facts about the ranks that the records lack; None if they suffice."""
+    return _doubt_of_messages(context, absence) or _doubt_of_waits(context, absence)
+
+
+def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
     waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
     if context.completion_unknown(absence.waiting):
         return "completion-unknown"
@@ -351,7 +355,14 @@ def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
     return "ended-unobserved" if ended else "not-observed"
 
 
-_LIMITS_TO_LOW = frozenset({"completion-unknown", "only-issued", "may-be-working"})
+def _doubt_of_messages(context: Context, absence: Absence) -> Doubt | None:
+    views = [context.job.views[rank] for rank in absence.ranks]
+    return "may-wait-in-message" if any(view.unknown_message for view in views) else None
+
+
+_LIMITS_TO_LOW = frozenset(
+    {"may-wait-in-message", "completion-unknown", "only-issued", "may-be-working"}
+)
 
 
 def _confidence(
@@ -485,6 +496,8 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
     Returns:
         The decision, and how often the ranks came to the line that decided, if that did.
     """
+    if _doubt_of_messages(context, absence):
+        return Decision((), "unknown"), None
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.finished or op.is_setup or op.is_store_wait:
         return Decision(tuple(sides[0]), "absence"), None

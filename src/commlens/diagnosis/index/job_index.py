@@ -117,6 +117,9 @@ class RankView:
     history: Sequence[Collective] = ()  # all records, oldest first
     # first op in flight of each channel and pair on a device, but the head itself
     heads: list[Collective] = field(default_factory=list)
+    # the last op, if the main thread may wait for the device in it: a message, or a batch of them,
+    # of which nothing tells whether it is complete
+    unknown_message: Collective | None = None
     running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
     timed: bool = False  # it is recorded when an op starts to run on the device
     # Only of other tools' dumps:
@@ -551,13 +554,15 @@ class _RankIndexer:
             or not last.channel.runs_ahead
             or last.captured
             or last.state is not State.UNKNOWN
-            or last.is_point_to_point
         ):
             return
         if view.now_ns - last.announced_ns < _ASKED_WITHIN_NS and not view.exit.ended:
             return  # torch's recorder has not been asked yet
-        if last.sequence_number and _main_waits_for_device(view, last):
-            self._block(last, "unknown", view.main_thread, last.announced_ns)
+        if _main_waits_for_device(view, last):
+            if last.is_point_to_point or not last.sequence_number:
+                view.unknown_message = last
+            else:
+                self._block(last, "unknown", view.main_thread, last.announced_ns)
 
     def _block_waiting(self, op: Collective, how: How) -> None:
         """Add the block of the thread that waits for an op, or did so until it failed."""

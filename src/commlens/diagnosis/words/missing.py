@@ -321,64 +321,66 @@ def _failure_evidence(view: RankView) -> list[str]:
     ]
 
 
+_DOUBTS: dict[Doubt, str] = {
+    "ended-unobserved": "Whether it made progress was not observed before the job was ended.",
+    "not-observed": (
+        "Whether it makes progress was not observed: run `commlens dump` on its node, which watches"
+        " the process for a moment."
+    ),
+    "only-issued": (
+        "These records tell what a rank issued, not what completed: while a job runs, its ranks are"
+        " a few collectives apart, too."
+    ),
+    "refused-elsewhere": (
+        "Strict verification ended their waits elsewhere first, and what they waited for is not in"
+        " these records."
+    ),
+    "undecided": (
+        "A run with more steps before the fault would show which side departs from its routine."
+    ),
+    "store-elsewhere": (
+        "Whether a process outside of the job is to come to that store is not known."
+    ),
+    "members-unknown": MEMBERS_UNKNOWN,
+    "many-outside": MANY_OUTSIDE,
+}
+
+
 def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
     """Return what would raise the confidence, or why it is not high."""
-    waiting = absence.waiting
+    waiting, ranks = absence.waiting, ranks_phrase(cause.ranks)
     match doubt:
         case "may-be-working":
             return _may_be_working(cause)
         case "outside-not-recorded":
             return (
                 "A recorder of collectives does not show what a rank does between them; a stack of"
-                f" {ranks_phrase(cause.ranks)} (py-spy dump) would."
-            )
-        case "ended-unobserved":
-            return "Whether it made progress was not observed before the job was ended."
-        case "not-observed":
-            return (
-                "Whether it makes progress was not observed: run `commlens dump` on its node, which"
-                " watches the process for a moment."
-            )
-        case "only-issued":
-            return (
-                "These records tell what a rank issued, not what completed: while a job runs, its"
-                " ranks are a few collectives apart, too."
+                f" {ranks} (py-spy dump) would."
             )
         case "completion-unknown":
             return (
                 f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks:"
                 f" {completion_unknown(absence.edge.op.channel)}"
             )
-        case "refused-elsewhere":
+        case "may-wait-in-message":
             return (
-                "Strict verification ended their waits elsewhere first, and what they waited for is"
-                " not in these records."
-            )
-        case "undecided":
-            return (
-                "A run with more steps before the fault would show which side departs from its"
-                " routine."
+                f"Whether the last messages of {ranks} completed is not known, so they may be"
+                " waiting there: only commlens's native engine learns that of torch 2.15's NCCL"
+                " backend."
             )
         case "majority-assumed":
-            return (
-                f"That {ranks_phrase(cause.ranks)} are right is an assumption: most ranks finished."
-            )
+            return f"That {ranks} are right is an assumption: most ranks finished."
         case "loop-may-end-there":
             return (
-                f"That {ranks_phrase(cause.ranks)} should have gone on is an assumption: a loop may"
-                " end there on purpose."
+                f"That {ranks} should have gone on is an assumption: a loop may end there on"
+                " purpose."
             )
-        case "store-elsewhere":
-            return "Whether a process outside of the job is to come to that store is not known."
         case "wait-inferred":
             return (
                 f"That {ranks_and_verb(waiting, 'waits', 'wait')} is inferred: an op is in flight,"
                 " but no thread was seen in a wait."
             )
-        case "members-unknown":
-            return MEMBERS_UNKNOWN
-        case "many-outside":
-            return MANY_OUTSIDE
+    return _DOUBTS[doubt]
 
 
 def _may_be_working(cause: Missing) -> str:

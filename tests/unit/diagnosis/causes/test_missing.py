@@ -12,7 +12,7 @@ from judging import blame, judge
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.standstill import cannot_go_on
-from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.collective import Channel, Frame, FrameKind, LearnedHow, State
 from commlens.model.ranklog import End, Observation
 
 SLEEP = Stay(57, "load_batch")
@@ -28,6 +28,25 @@ def test_asleep_in_the_data_loader(size: int) -> None:
     assert (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 11)
     if size == 4:
         hold("missing/asleep-in-the-data-loader", verdict)
+
+
+def test_ranks_that_may_wait_in_a_message_of_unknown_state_are_not_blamed() -> None:
+    """With the Python engine, nothing tells whether a batch of nccl2 is complete."""
+    logs = Job(4).run(training(at(1, 5, Stay(57, "ring")))).logs()
+    for log in logs:
+        for op in log.collectives:
+            op.channel = Channel(op.channel.group, "cuda", runs_ahead=True, completion="hooks")
+        last = log.collectives[-1]
+        if log.rank != 1:
+            last.learned_how = LearnedHow.NATIVE_RECORDER
+            continue
+        log.observation = Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False)
+        last.state, last.learned_how = State.UNKNOWN, LearnedHow.UNKNOWN
+        last.sequence_number = 0
+        last.args = msgspec.structs.replace(last.args, op="coalesced")
+    found = judge(logs)
+    assert (found.kind, found.culprits, found.confidence) == ("missing", [], "low")
+    hold("missing/may-wait-in-message", found)
 
 
 def test_the_line_that_starts_a_process_calls_nothing() -> None:
