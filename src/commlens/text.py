@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
@@ -77,6 +78,11 @@ def duration(ns: float) -> str:
         return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"
     hours, rest = divmod(round(whole / 60), 60)
     return f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
+def utc(ns: int) -> str:
+    """Return a time of day: Unix ns to ``"12:03:05 UTC"``."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(ns // 1_000_000_000))
 
 
 def short_duration(ns: float) -> str:

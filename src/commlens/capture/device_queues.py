@@ -23,6 +23,7 @@ import torch
 
 from commlens.blackbox import layout as L
 from commlens.capture import torch_progress
+from commlens.capture.device_durations import DeviceDurations
 from commlens.tap.groups import LiveChannel
 from commlens.tap.token import Token
 
@@ -112,6 +113,7 @@ class DeviceQueues:
         self._asked_of: dict[LiveChannel, int] = {}
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
+        self._durations = DeviceDurations(tracker.writer) if tracker.timing else None
 
     def add(self, token: Token) -> None:
         """Add a collective whose call has returned. An op whose completion no source shows stays
@@ -129,6 +131,8 @@ class DeviceQueues:
         longer queries the device.
         """
         self._capturing = True
+        if self._durations is not None:
+            self._durations.end()
         if self._querying.acquire(timeout=LONGEST_QUERY_S):
             self._querying.release()
 
@@ -147,6 +151,8 @@ class DeviceQueues:
             if queue is None:
                 queue = self._queues[channel] = Queue(channel, self._tracker.writer.capacity)
             queue.add(token)
+            if self._durations is not None and channel.backend.uid:
+                self._durations.add(token)
 
     def look(self, now: int) -> None:
         """Learn what has completed, and ask torch's recorder if that is due."""
@@ -154,6 +160,8 @@ class DeviceQueues:
             self._sort_in(self._added.popleft())
         self._look_at_messages()
         self._look_at_hooked(now)
+        if self._durations is not None:
+            self._durations.look(now, self._querying)
         if not self._is_due(now):
             return
         self._asked_ns = now

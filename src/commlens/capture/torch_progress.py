@@ -93,6 +93,29 @@ def in_flight() -> dict[str, InFlight] | None:
     return None
 
 
+Durations = dict[str, dict[tuple[int, bool], int]]
+"""By a backend's ``uid``: the durations in ns, by its own number of a collective and whether that
+is the record that closes a coalesced group.
+"""
+
+
+def durations() -> Durations:
+    """Return how long collectives took on the device, as far as torch's recorder has measured them;
+    empty if it tells none.
+    """
+    found: Durations = {}
+    try:
+        for entry in torch_offers.nccl_entries():
+            duration_ms = entry.get("duration_ms")
+            if duration_ms is not None and not entry["is_p2p"]:
+                is_coalesced = str(entry["profiling_name"]).endswith("coalesced")
+                number = int(entry["collective_seq_id"]), is_coalesced
+                found.setdefault(str(entry["pg_id"]), {})[number] = round(duration_ms * 1e6)
+    except Exception:  # a recorder of another form
+        return {}
+    return found
+
+
 class RecorderEntry(NamedTuple):
     """A collective in a recorder that torch's hooks fill."""
 

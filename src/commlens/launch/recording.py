@@ -191,7 +191,7 @@ def start(settings: config.Settings) -> None:
     ):
         log.warning("commlens: %s", alone)
     if settings.box_entries:
-        torch_recorder.switch_on_here()
+        torch_recorder.switch_on_here(timing=settings.timing)
     session.start(settings, make_verifier=_make_verifier, dump=_dump)
     job_folder.set_finder(_job_folder)
     if settings.check_numbers:

@@ -207,7 +207,7 @@ def launch(argv: Sequence[str]) -> int:
             _record_workers(arguments)
         os.environ.update(settings_environment(settings))
         os.environ[SWITCH] = "1"
-        torch_recorder.switch_on()
+        torch_recorder.switch_on(timing=settings.timing)
         if building := background_build.start(settings):
             print(f"commlens: {building}", file=sys.stderr)
         watching = _watching(settings, failures, end_job)

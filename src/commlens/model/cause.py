@@ -69,6 +69,9 @@ Why = Literal[
     "op-output",
     "nan",
     "value",
+    "slow-device",
+    "slow-link",
+    "uneven-work",
     "unknown",
     Fault,
 ]
@@ -697,6 +700,17 @@ class SlowStretch(msgspec.Struct, frozen=True):
     extra_s: float  # per step
 
 
+class SlowTransfer(msgspec.Struct, frozen=True):
+    """A collective that takes longer in the group of slow ranks than in groups that do the same.
+    The waits for late ranks are taken off.
+    """
+
+    group: GroupRef
+    op: str
+    ratio: float
+    extra_s: float  # per step, of all collectives of the group
+
+
 class Straggler(OfHardware, tag="straggler", kw_only=True):
     """Ranks that make the others wait in each step of a running job."""
 
@@ -707,6 +721,10 @@ class Straggler(OfHardware, tag="straggler", kw_only=True):
     held_back: float | None = None
     hot_line: HotLine | None = None
     stretch: SlowStretch | None = None
+    since_ns: int = 0  # Unix; 0: in all samples, or not known
+    transfer: SlowTransfer | None = None  # of ``slow-link``
+    # of ``uneven-work``: the elements that they contribute to collectives, against the others'
+    work_ratio: float | None = None
 
 
 TensorKind = Literal[

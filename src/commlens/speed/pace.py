@@ -4,8 +4,8 @@ Ranks that are fast enough wait in collectives; a slow rank does not wait, becau
 there already. So the rank that waits least, while all others wait, costs the job as much time as
 the others wait at least. This needs no clock in common: each rank's waits are measured on its own
 clock, also where the ranks are on several nodes: each node publishes how long its ranks wait, and
-the node that reports compares all. On an accelerator the host does not wait; there the collective's
-time on the device counts.
+the node that reports compares all. On an accelerator the host does not wait; there the device does
+(:mod:`commlens.speed.device_times`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
+from commlens.speed.device_times import are_timed, timed_until, waited_ns
 
 MIN_COST: Final = 0.1  # of the time
 MIN_STEPS: Final = 50
@@ -30,6 +31,7 @@ AGREEING: Final = 0.8  # of the samples
 _NS: Final = 1e-9
 _MIN_COLLECTIVES: Final = 10  # of a rank, in a sample
 _FEW: Final = 0.05  # of the collectives
+_MIN_PIECE_S: Final = 1.0  # that is measured by itself, on a device
 
 
 class Pace(NamedTuple):
@@ -42,6 +44,7 @@ class Pace(NamedTuple):
     # rank: time in which it was ready to run and had no CPU, if known
     no_cpu_s: Mapping[int, float] = MappingProxyType({})
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
+    begin_ns: int = 0  # Unix
 
 
 class SlowRanks(NamedTuple):
@@ -53,6 +56,7 @@ class SlowRanks(NamedTuple):
     step_s: float
     no_cpu: float  # share of the time in which they were ready to run and had no CPU
     no_cpu_others: float
+    since_ns: int = 0  # Unix; 0: they were slow in all samples
 
 
 def measure(
@@ -67,41 +71,67 @@ def measure(
         least: how many ranks there must be.
 
     Returns:
-        None if there are fewer ranks or too few records, or the time in collectives is not known:
-            on an accelerator without
-        the setting timing.
+        None if there are fewer ranks or too few records, or the times of the collectives on a
+            device are not known.
     """
     logs = list(logs)
     begin, end = common_span(logs)
-    begin, end = max(since_ns, begin), min(end, until_ns or end)
+    begin, end = max(since_ns, begin), min(end, until_ns or end, *map(timed_until, logs))
     if len(logs) < least or end <= begin:
         return None
     inside = {
         log.rank: [op for op in log.collectives if begin <= op.announced_ns < end] for log in logs
     }
-    if not all(map(_times_known, inside.values())):
+    if not all(len(ops) >= _MIN_COLLECTIVES and are_timed(ops) for ops in inside.values()):
         return None
-    waits = find_waits(logs)
+    waits, on_device = find_waits(logs), waited_ns(logs, (begin, end))
     waited = {
-        rank: (length(spans_in(waits[rank], (begin, end))) + on_device_ns(ops)) * _NS
-        for rank, ops in inside.items()
+        rank: (length(spans_in(waits[rank], (begin, end))) + on_device.get(rank, 0)) * _NS
+        for rank in inside
     }
     steps = [ops[-1].step - ops[0].step for ops in inside.values()]
     window_s = (end - begin) * _NS
     whole = _sees_other_nodes(inside)
-    return Pace(window_s, min(steps), waited, window_s / max(1, *steps), is_whole=whole)
+    return Pace(
+        window_s, min(steps), waited, window_s / max(1, *steps), is_whole=whole, begin_ns=begin
+    )
+
+
+class PaceMeter:
+    """Measures a running job again and again: each time what came since the last time."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.until_ns = now_ns  # of the last measurement, Unix
+
+    def measure(self, logs: Sequence[RankLog], least: int, piece_s: float) -> list[Pace]:
+        """Return the pace since the last time, oldest first.
+
+        Durations on a device become known for many seconds at once: then it is measured in pieces.
+
+        Args:
+            logs: of all ranks, read just now.
+            least: how many ranks there must be.
+            piece_s: how long a piece is, or a little longer.
+        """
+        begin, captured = max(self.until_ns, common_span(logs)[0]), common_span(logs)[1]
+        end = min(captured, *map(timed_until, logs)) if logs else 0
+        if end == captured:  # nothing runs on a device
+            self.until_ns = captured
+            pace = measure(logs, begin, least=least)
+            return [pace] if pace is not None else []
+        if (end - begin) * _NS < _MIN_PIECE_S:
+            return []
+        pieces = max(1, int((end - begin) * _NS / piece_s))
+        self.until_ns = end
+        edges = [begin + (end - begin) * part // pieces for part in range(pieces + 1)]
+        found = [measure(logs, first, last, least=least) for first, last in pairwise(edges)]
+        return [pace for pace in found if pace is not None]
 
 
 def common_span(logs: Iterable[RankLog]) -> Span:
     """Return the time span for which all ranks have records."""
     begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
     return begin, min((log.captured_ns for log in logs), default=0)
-
-
-def _times_known(ops: Sequence[Collective]) -> bool:
-    """Return whether a rank has enough collectives, and the time of all that ran on a device."""
-    on_device = (op for op in ops if op.channel.device != "cpu" and not op.in_flight)
-    return len(ops) >= _MIN_COLLECTIVES and all(op.duration_ns is not None for op in on_device)
 
 
 def spans_in(waits: Iterable[WaitTime], window: Span) -> list[Span]:
@@ -111,7 +141,7 @@ def spans_in(waits: Iterable[WaitTime], window: Span) -> list[Span]:
 
 def on_device_ns(ops: Iterable[Collective]) -> int:
     """Return how long collectives took on a device."""
-    return sum(op.duration_ns or 0 for op in ops if op.channel.device != "cpu")
+    return sum(op.duration_ns or 0 for op in ops if op.channel.runs_ahead)
 
 
 def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
@@ -123,7 +153,7 @@ def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
         op
         for ops in inside.values()
         for op in ops
-        if op.channel.device == "cpu" and id(op.channel.group) in reaching and not op.in_flight
+        if not op.channel.runs_ahead and id(op.channel.group) in reaching and not op.in_flight
     ]
     return sum(map(_waits_unseen, far)) <= _FEW * len(far)
 
@@ -149,7 +179,7 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[WaitTime]]:
     unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
     for log in logs:
         hosts[log.rank] = log.host
-        ops = [op for op in log.collectives if op.channel.device == "cpu" and op.announced_ns]
+        ops = [op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns]
         found[log.rank] = [*chain.from_iterable(_own_waits(op, log) for op in ops)]
         for op in filter(_waits_unseen, ops):
             unseen[op.channel.key, log.host, op.step][log.rank] = op
@@ -210,12 +240,7 @@ def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> S
     if cost_s < min_cost * window_s:
         return None
     others = set(waited) - set(ranks)
-    agreeing = [
-        pace
-        for pace in paces
-        if min(pace.waited_s[rank] for rank in others) - max(pace.waited_s[rank] for rank in ranks)
-        > min_cost / 2 * pace.window_s
-    ]
+    agreeing = [pace for pace in paces if _makes_wait(pace, ranks, min_cost)]
     if len(agreeing) < AGREEING * len(paces):
         return None
     step_s = median(pace.step_s for pace in paces)
@@ -227,6 +252,28 @@ def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> S
         _without_cpu(paces, ranks),
         _without_cpu(paces, others),
     )
+
+
+def slow_since(ranks: Sequence[int], paces: Sequence[Pace]) -> int:
+    """Return when ranks became slow (Unix ns): the beginning of the newest samples, one after the
+    other, in which all others wait for them. 0 if they were slow in all samples, or not in the
+    newest.
+    """
+    since = 0
+    for pace in reversed(paces):
+        if not _makes_wait(pace, ranks, MIN_COST):
+            return since
+        since = pace.begin_ns
+    return 0
+
+
+def _makes_wait(pace: Pace, ranks: Iterable[int], min_cost: float) -> bool:
+    """Return whether all others wait longer than these ranks, by half of the cost at least."""
+    ranks = set(ranks)
+    ours = [waited for rank, waited in pace.waited_s.items() if rank in ranks]
+    others = [waited for rank, waited in pace.waited_s.items() if rank not in ranks]
+    gap = min(others, default=0.0) - max(ours, default=0.0)
+    return gap > min_cost / 2 * pace.window_s
 
 
 def shares(pace: Pace) -> list[tuple[float, list[int]]]:

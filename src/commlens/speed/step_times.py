@@ -91,7 +91,7 @@ class _RankSteps:
         flight while nothing was waited for, and took on a device, in ns.
         """
         waits = spans_in(self._waits[where], self.window)
-        on_host = (each for each in self.flights[where] if each.op.channel.device == "cpu")
+        on_host = (each for each in self.flights[where] if not each.op.channel.runs_ahead)
         flights = spans_in(on_host, self.window)
         hidden_ns = length(flights) - sum(covered(self._waited, *flight) for flight in flights)
         return length(waits), hidden_ns, on_device_ns(each.op for each in self.flights[where])
@@ -281,7 +281,7 @@ def _item_size(dtype: str) -> int:
 def _unknown(ranks: Sequence[_RankSteps], times: StepTimes) -> list[str]:
     """Return sentences about the facts that these records do not show."""
     ops = [op for rank in ranks for op in rank.ops]
-    devices = sorted({op.channel.device for op in ops} - {"cpu"})
+    devices = sorted({op.channel.device for op in ops if op.channel.runs_ahead})
     found: list[str] = []
     if devices:
         where = joined(devices)

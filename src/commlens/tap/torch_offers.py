@@ -22,6 +22,7 @@ import contextlib
 import functools
 import inspect
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -105,6 +106,22 @@ def read_recorder(backend: str) -> dict[str, Any]:
     """Return the content of the recorder of one backend; empty if torch has none for each."""
     dump = next((dump for dump in dumps() if "backend" in dump.keywords), None)
     return {} if dump is None else dump.read(entries=True, backend=backend)
+
+
+def nccl_entries() -> list[dict[str, Any]]:
+    """Return the entries of NCCL's recorder without stacks, oldest first; empty if it is off or is
+    missing. As a pickle it takes a third of the time that JSON takes.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    dump = getattr(c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return []
+    try:
+        found = pickle.loads(dump(includeStackTraces=False))  # made in this process just now
+        return list(found.get("entries", ()))
+    except Exception:
+        return []
 
 
 def hooked_backends() -> set[str]:

@@ -23,13 +23,14 @@ from commlens.processes.pyspy import InBackground, Profile, take_profile
 from commlens.speed.pace import (
     Judgement,
     Pace,
+    PaceMeter,
     Sample,
     SlowRanks,
     condensed,
     find_slow_ranks,
     judge,
-    measure,
     recent,
+    slow_since,
     with_cpu,
 )
 from commlens.text import duration, ranks_and_verb
@@ -43,6 +44,8 @@ log = logging.getLogger("commlens")
 INTERVAL_S: Final = 5.0
 CPU_SHARE: Final = 0.005
 NEWEST: Final = 300  # records per rank
+# the same where a device tells durations: for many seconds at once, and late
+NEWEST_ON_DEVICE: Final = 2000
 RANKS_MAX: Final = 1024  # of a job whose nodes are compared
 _KEPT: Final = 120  # samples
 # samples to wait for a judgement on all nodes, before this node judges its own ranks
@@ -73,7 +76,8 @@ class Slowness:
         self._failed = False
         self._paces: list[Pace] = []
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
-        self._until_ns = time.time_ns()  # end of the last sample, Unix
+        self._meter = PaceMeter(time.time_ns())
+        self._newest = NEWEST
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
@@ -156,29 +160,37 @@ class Slowness:
         if not self._steps or steps <= self._steps:
             self._steps = steps
             return []
-        pace = self._measure(ranks, steps, least)
-        if pace is None:
+        paces = self._measure(ranks, steps, least)
+        if not paces:
             return []
-        if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
+        if self._paces and self._paces[-1].waited_s.keys() != paces[-1].waited_s.keys():
             self._paces.clear()
-        self._paces = [*self._paces[1 - _KEPT :], pace]
+        self._paces = [*self._paces, *paces][-_KEPT:]
         self._condensed = condensed(self._paces)
-        return [*self._judge_ranks(ranks, self.logs), *self._judge_steps(pace)]
+        news = self._judge_ranks(ranks, self.logs)
+        return [*news, *(line for pace in paces for line in self._judge_steps(pace))]
 
-    def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> Pace | None:
-        """Read the ranks' newest records and return the pace since the last sample; None if it is
-        unknown.
+    def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> list[Pace]:
+        """Read the ranks' newest records and return the pace since the last sample, oldest first;
+        nothing if it is unknown.
         """
-        logs, problems = read_logs(list(ranks), {}, newest=NEWEST)
-        pace = measure(logs, self._until_ns, least=least) if not problems else None
+        logs, problems = read_logs(list(ranks), {}, newest=self._newest)
+        paces = self._meter.measure(logs, least, INTERVAL_S) if not problems else []
+        if any(op.channel.runs_ahead for each in logs for op in each.collectives[-1:]):
+            self._newest = NEWEST_ON_DEVICE
         no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
         done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
-        self._until_ns = min(each.captured_ns for each in logs)
-        if pace is None:
-            return None
+        if not paces:
+            return []
         self.logs = logs
-        shares = {rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
-        return pace._replace(steps=done, step_s=elapsed_ns * 1e-9 / done, no_cpu_s=shares)
+        if len(paces) == 1:
+            paces = [paces[0]._replace(steps=done, step_s=elapsed_ns * 1e-9 / done)]
+        return [
+            pace._replace(
+                no_cpu_s={rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
+            )
+            for pace in paces
+        ]
 
     def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
         """Return for how long each rank was ready to run and had no CPU since the last sample, in
@@ -220,6 +232,7 @@ class Slowness:
         compared = self._judgement.ranks if self._judgement is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
+        slow = slow._replace(since_ns=slow_since(slow.ranks, self._paces))
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
 

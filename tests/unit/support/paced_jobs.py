@@ -54,7 +54,7 @@ def job(
             for rank, log in enumerate(logs):
                 op = Collective(
                     len(log.collectives) + 1,
-                    Channel(group, device),
+                    Channel(group, device, runs_ahead=device != "cpu"),
                     len(log.collectives) + 1,
                     CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]),
                     State.COMPLETED,

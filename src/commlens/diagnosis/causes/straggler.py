@@ -9,19 +9,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.diagnosis.causes.context import Case, Context, source_of
 from commlens.diagnosis.index.activity import classify_frames
 from commlens.diagnosis.index.job_index import JobIndex
-from commlens.model.cause import HotLine, Phase, SlowStretch, Straggler, Why
+from commlens.model.cause import (
+    GroupRef,
+    HotLine,
+    Phase,
+    SlowStretch,
+    SlowTransfer,
+    Straggler,
+    Why,
+)
 from commlens.model.cause import Slow as SlowCause
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
-from commlens.speed.pace import MIN_COST, SlowRanks, find_waits
+from commlens.model.spans import Span
+from commlens.speed.device_times import find_slow_link, payload_by_place, timed_until
+from commlens.speed.pace import MIN_COST, SlowRanks, common_span, find_waits
 
 _NS: Final = 1e-9
+_SLOW_TRANSFER: Final = 1.3  # times as long as in groups that do the same
 
 
 @dataclass(kw_only=True)
@@ -53,6 +64,11 @@ def find_straggler(
     ours = [log for log in logs if log.rank in slow.ranks]
     why, held_back = _what_holds_back(slow, ours)
     hot_line, hot_stack = _find_hot_line(slow, profiles)
+    of_device, runs_ahead = _OnDevice(), any(op.channel.runs_ahead for op in ours[0].collectives)
+    if why is None and runs_ahead:
+        are_profiled = hot_line is None and len([each for each in profiles.values() if each]) > 1
+        of_device = _what_slows_devices(slow, logs, are_profiled=are_profiled)
+        why = of_device.why
     stretch, ends = _find_stretch(slow, logs) if hot_line is None else (None, None)
     source = None
     if hot_line is not None and hot_line.other is not None:
@@ -62,7 +78,7 @@ def find_straggler(
         source = ends[1].source
     cause = Straggler(
         kind="straggler",
-        why=why or "user-code",
+        why=why or ("unknown" if runs_ahead and hot_line is None else "user-code"),
         root_cause=True,
         culprits=slow.ranks,
         blamed_by="lateness",
@@ -74,10 +90,74 @@ def find_straggler(
         held_back=held_back,
         hot_line=hot_line,
         stretch=stretch,
+        since_ns=slow.since_ns,
+        transfer=of_device.transfer,
+        work_ratio=of_device.work_ratio,
     )
     node = _only_node(slow, logs, others)
     return StragglerCase(
         cause, None, source, hot_stack=hot_stack, ends=ends, pid=ours[0].pid, node=node
+    )
+
+
+class _OnDevice(NamedTuple):
+    """Why the devices of slow ranks are late; nothing if their host makes them late."""
+
+    why: Why | None = None
+    transfer: SlowTransfer | None = None
+    work_ratio: float | None = None
+
+
+def _what_slows_devices(
+    slow: SlowRanks, logs: Sequence[RankLog], *, are_profiled: bool
+) -> _OnDevice:
+    """Return why devices are late, as far as it shows.
+
+    Args:
+        slow: the ranks.
+        logs: of all ranks of a node, with durations on their devices.
+        are_profiled: samples of their stacks and another rank's were taken, and their hosts do the
+            same.
+    """
+    begin, end = common_span(logs)
+    window = begin, min(end, *map(timed_until, logs))
+    # of the time of the slow ranks that others do not need, most must be explained
+    least_s = slow.cost * slow.step_s / 2
+    ratio = _work_ratio(slow.ranks, logs, window)
+    if ratio > 1 + slow.cost / 2:
+        return _OnDevice("uneven-work", work_ratio=round(ratio, 2))
+    link = find_slow_link(logs, window, slow.ranks)
+    if link is not None:
+        extra_s = link.lost_ns * _NS / max(1.0, (window[1] - window[0]) * _NS / slow.step_s)
+        if extra_s > least_s and link.ratio > _SLOW_TRANSFER:
+            group = next(
+                op.channel.group
+                for log in logs
+                for op in log.collectives
+                if op.channel.key == link.key
+            )
+            ref = GroupRef(group.name, group.description, list(group.all_ranks))
+            return _OnDevice(
+                "slow-link", SlowTransfer(ref, link.kind.op, round(link.ratio, 2), extra_s)
+            )
+    return _OnDevice("slow-device" if are_profiled else None)
+
+
+def _work_ratio(ranks: Sequence[int], logs: Sequence[RankLog], window: Span) -> float:
+    """Return how much more the ranks contribute to collectives than the others, at the lines where
+    all ranks issue them and where the difference is largest; 1 if there is no such line.
+    """
+    by_rank = {log.rank: payload_by_place(log, window) for log in logs}
+    ours = [each for rank, each in by_rank.items() if rank in ranks]
+    others = [each for rank, each in by_rank.items() if rank not in ranks]
+    places = set.intersection(*(set(each) for each in by_rank.values()))
+    return max(
+        (
+            min(each[place] for each in ours) / max(each[place] for each in others)
+            for place in places
+            if max(each[place] for each in others)
+        ),
+        default=1.0,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from commlens.diagnosis.words.finding import Words
@@ -29,6 +28,7 @@ from commlens.text import (
     ranks_and_verb,
     ranks_phrase,
     size,
+    utc,
 )
 
 _SHOWN = 4
@@ -257,7 +257,7 @@ def _moment_phrase(hardware: Hardware, moment: str) -> str:
 def _sentence(hardware: Hardware, moment: str) -> str:
     event = hardware.event
     again = f", {count(hardware.times, 'time')}" if hardware.times > 1 else ""
-    clock = time.strftime("%H:%M:%S UTC", time.gmtime(event.at_ns // 1_000_000_000))
+    clock = utc(event.at_ns)
     at = f"by {clock}" if event.since_ns else f"at {clock}"
     perhaps = "" if hardware.explains else "; that may be a coincidence"
     return (

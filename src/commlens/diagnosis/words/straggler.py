@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.straggler import StragglerCase
 from commlens.diagnosis.words.finding import Words
-from commlens.model.cause import Phase, Slow, Why
+from commlens.model.cause import Phase, Slow, Straggler, Why
 from commlens.model.collective import Collective, user_frame
 from commlens.text import (
     capital,
@@ -20,6 +20,7 @@ from commlens.text import (
     rank_phrase,
     ranks_and_verb,
     ranks_phrase,
+    utc,
 )
 
 _S: Final = 1e9  # ns
@@ -38,6 +39,16 @@ _STEPS: Mapping[Why, str] = {
     "throttled": "raise the CPU limit of its container, or start fewer threads there",
     "memory-pressure": "give it more memory, or use less",
     "no-cpu": "find out what else runs on its cores (top, taskset), and start fewer threads",
+    "slow-device": (
+        "look at the clocks, temperature and other users of its GPU (`nvidia-smi -q -d"
+        " CLOCK,PERFORMANCE,PIDS`), and compare its kernels with another rank's (`commlens trace"
+        " --profile`)"
+    ),
+    "slow-link": (
+        "look at the links between these ranks (`nvidia-smi topo -m`, the ports' error counters),"
+        " and measure them with nccl-tests while the job does not run"
+    ),
+    "uneven-work": "spread the work more evenly: tokens, experts or layers of these ranks",
 }
 
 
@@ -62,9 +73,10 @@ def _evidence(case: StragglerCase) -> list[str]:
         f"{ranks_and_verb(cause.victims, 'waits', 'wait')}"
         f" {duration(cause.cost * cause.step_s * _S)} longer than {who}"
     )
+    since = f" since {utc(cause.since_ns)}" if cause.since_ns else ""
     evidence = [
         f"In each step of {duration(cause.step_s * _S)}, {they_wait}"
-        f" ({count(cause.steps, 'step')} seen)"
+        f" ({count(cause.steps, 'step')} seen{since})"
     ]
     if (hot := cause.hot_line) is not None:
         line = frame_phrase(user_frame(case.hot_stack))
@@ -76,9 +88,27 @@ def _evidence(case: StragglerCase) -> list[str]:
             f"{who} takes {duration(cause.stretch.extra_s * _S)} longer in each step"
             f" {_between_lines(case.ends)}{phase}"
         )
+    evidence += _evidence_on_devices(cause, who)
     if cause.held_back is not None:
         evidence.append(f"{who} {_HELD_BACK[cause.why]} for {cause.held_back:.0%} of the time")
     return evidence
+
+
+def _evidence_on_devices(cause: Straggler, who: str) -> Iterator[str]:
+    if cause.transfer is not None:
+        group, op = cause.transfer.group, cause.transfer.op
+        yield (
+            f"{op} among {ranks_phrase(group.ranks)} takes {cause.transfer.ratio:.1f} times as long"
+            " as in the groups that do the same elsewhere, after the waits for late ranks are taken"
+            " off"
+        )
+    if cause.work_ratio is not None:
+        yield (
+            f"{who} contributes {cause.work_ratio:.1f} times as many elements to the same"
+            " collectives as each of the others: it has more work, and no fault shows"
+        )
+    if cause.why == "slow-device":
+        yield f"the host of {who} does the same as that of another rank: its device takes longer"
 
 
 def _between_lines(ends: tuple[Collective, Collective]) -> str:
@@ -91,7 +121,7 @@ def _between_lines(ends: tuple[Collective, Collective]) -> str:
 
 def _next_step(case: StragglerCase) -> str:
     cause, who, source = case.cause, ranks_phrase(case.cause.culprits), case.frame
-    if cause.held_back is not None:
+    if cause.why in _STEPS:
         return _STEPS[cause.why]
     if cause.hot_line is not None and source is not None:
         return f"look at {source.function} ({source.where}) on {who}"

@@ -1,0 +1,161 @@
+"""How long devices wait in collectives, and how long the data takes, from durations alone.
+
+On a device, a collective begins when its own rank arrives and ends for all members together. So the
+member that arrives last has the shortest duration, which is the time of the transfer; what the
+others' durations are longer, they waited. No clock in common is needed, and nothing is asked of a
+device. Messages have no such durations: where a job has some on a device, no wait is known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final, NamedTuple
+
+from commlens.model.collective import ChannelKey, Collective
+from commlens.model.ranklog import RankLog
+from commlens.model.spans import Span
+
+_FEW: Final = 0.05  # of the collectives: their records or durations may be lost
+LEAST: Final = 8  # collectives of one kind, from which their time is told
+
+
+class TransferKind(NamedTuple):
+    """What decides how long a transfer takes in one group."""
+
+    op: str
+    numel: int  # elements that one rank contributes
+    dtype: str
+    members: int
+
+
+class Meeting(NamedTuple):
+    """A collective on a device, with the durations that its members measured."""
+
+    key: ChannelKey
+    op: Collective  # as one member recorded it
+    waited_ns: dict[int, int]  # by rank: for the last member
+    transfer_ns: int  # 0: not known, because some members are on other nodes
+
+    @property
+    def kind(self) -> TransferKind:
+        """The kind of its transfer."""
+        payload = self.op.args.payload
+        numel = sum(spec.numel for spec in payload)
+        return TransferKind(
+            self.op.op, numel, payload[0].dtype if payload else "", len(self.key[2])
+        )
+
+
+def is_on_device(op: Collective) -> bool:
+    """Return whether a collective ran on a device, and is not known to be there still."""
+    return op.channel.runs_ahead and not op.captured and not op.in_flight
+
+
+def timed_until(log: RankLog) -> int:
+    """Return until when a rank's durations are known: the moment (Unix ns) of its newest collective
+    with one, or of its newest record if nothing of it runs on a device; 0 if none is known.
+    """
+    on_device = [op for op in log.collectives if op.channel.runs_ahead and not op.captured]
+    if not on_device:
+        return log.captured_ns
+    return max((op.announced_ns + 1 for op in on_device if op.duration_ns is not None), default=0)
+
+
+def are_timed(ops: Iterable[Collective]) -> bool:
+    """Return whether the durations of nearly all collectives on a device are known."""
+    on_device = [op for op in ops if is_on_device(op)]
+    unknown = [op for op in on_device if op.duration_ns is None]
+    return len(unknown) <= _FEW * len(on_device) and not any(op.is_point_to_point for op in unknown)
+
+
+def meetings(logs: Iterable[RankLog], window: Span) -> Iterator[Meeting]:
+    """Yield the collectives on devices that all their members in the logs issued in a window (Unix
+    ns), as far as their durations are known.
+    """
+    begin, end = window
+    timed: dict[tuple[ChannelKey, int], dict[int, Collective]] = defaultdict(dict)
+    here: set[int] = set()
+    for log in logs:
+        here.add(log.rank)
+        for op in log.collectives:
+            if op.duration_ns is not None and is_on_device(op) and begin <= op.announced_ns < end:
+                timed[op.channel.key, op.sequence_number][log.rank] = op
+    whole = {key: here.issuperset(key[2]) for key, _ in timed}
+    for (key, _), by_rank in timed.items():
+        durations = {rank: op.duration_ns or 0 for rank, op in by_rank.items()}
+        op = next(iter(by_rank.values()))
+        if not whole[key]:
+            yield Meeting(key, op, durations, 0)
+        elif len(by_rank) == len(key[2]):
+            transfer = min(durations.values())
+            waited = {rank: duration - transfer for rank, duration in durations.items()}
+            yield Meeting(key, op, waited, transfer)
+
+
+def waited_ns(logs: Iterable[RankLog], window: Span) -> dict[int, int]:
+    """Return for how long each rank's device waited for other ranks in a window; where members of a
+    group are on other nodes, for how long it was in that group's collectives.
+    """
+    waited: dict[int, int] = defaultdict(int)
+    for meeting in meetings(logs, window):
+        for rank, ns in meeting.waited_ns.items():
+            waited[rank] += ns
+    return waited
+
+
+def usual_transfers(
+    logs: Iterable[RankLog], window: Span
+) -> dict[TransferKind, dict[ChannelKey, tuple[float, int]]]:
+    """Return how long transfers of each kind took in each group in a window: the median in ns, and
+    how many there were. Kinds of which there were fewer than :data:`LEAST` are left out.
+    """
+    found: dict[TransferKind, dict[ChannelKey, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for meeting in meetings(logs, window):
+        if meeting.transfer_ns:
+            found[meeting.kind][meeting.key].append(meeting.transfer_ns)
+    return {
+        kind: {key: (median(each), len(each)) for key, each in groups.items()}
+        for kind, groups in found.items()
+        if min(map(len, groups.values())) >= LEAST
+    }
+
+
+class SlowLink(NamedTuple):
+    """A group whose transfers take longer than the same transfers of its sibling groups."""
+
+    key: ChannelKey
+    kind: TransferKind
+    ratio: float
+    lost_ns: float  # in the window, by all its kinds together
+
+
+def find_slow_link(logs: Sequence[RankLog], window: Span, ranks: Sequence[int]) -> SlowLink | None:
+    """Return the group of some of the ``ranks`` alone whose transfers cost most against its
+    siblings: groups of as many members that do the same. None if there is none.
+    """
+    lost: dict[ChannelKey, list[tuple[float, float, TransferKind]]] = defaultdict(list)
+    for kind, groups in usual_transfers(logs, window).items():
+        for key, (ns, times) in groups.items():
+            siblings = [each for other, (each, _) in groups.items() if other != key]
+            if siblings and set(ranks).issuperset(key[2]):
+                usual = median(siblings)
+                lost[key].append((max(0.0, ns - usual) * times, ns / max(usual, 1.0), kind))
+    worst = max(lost, key=lambda key: sum(each[0] for each in lost[key]), default=None)
+    if worst is None:
+        return None
+    _, ratio, kind = max(lost[worst])
+    return SlowLink(worst, kind, ratio, sum(each[0] for each in lost[worst]))
+
+
+def payload_by_place(log: RankLog, window: Span) -> Mapping[tuple[object, ...], float]:
+    """Return the elements that a rank contributed to the collectives on a device that it issued
+    from each line in a window.
+    """
+    begin, end = window
+    found: dict[tuple[object, ...], float] = defaultdict(float)
+    for op in log.collectives:
+        if op.channel.runs_ahead and begin <= op.announced_ns < end:
+            found[op.op, op.call_lines] += sum(spec.numel for spec in op.args.payload)
+    return found
