@@ -5,18 +5,24 @@ shortened.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from harness import Harness
 
 from commlens.config import Settings
+from commlens.processes import pyspy
 from commlens.speed import pace
 from commlens.watch import slowness
 from commlens.watch.alerts import metrics
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import nccl_like
+
 pytest.importorskip("torch")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)  # the first test on a device compiles the backend
 
 TRAIN = """
 import time
@@ -76,3 +82,66 @@ def test_the_slow_rank_and_its_line_are_told_once(
     assert re.search(r'^commlens_group_bytes_per_second\{group="default group"', told, re.MULTILINE)
     assert not now.exists(), "the job is over"
     assert not list(tmp_path.glob("dumps/*")), "nothing is wrong, so nothing is dumped"
+
+
+ON_DEVICE = """
+import nccl_like
+import torch
+import torch.distributed as dist
+
+def load_batch(rank):
+    if rank == 1 and {host}:
+        time.sleep(0.01)
+
+def main():
+    dist.init_process_group("nccl")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1)
+    gradients = [torch.ones(256) for _ in range(4)]
+    for _ in range(400):
+        load_batch(dist.get_rank())
+        nccl_like.launch_kernel(0.02 if {host} or dist.get_rank() != 1 else 0.03)
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for work in works:
+            work.wait()
+        nccl_like.synchronize()
+        optimizer.step()
+    dist.destroy_process_group()
+
+import time
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        (False, "so its device takes longer"),
+        pytest.param(True, "load_batch", marks=pytest.mark.long),
+    ],
+)
+def test_a_slow_device_and_a_slow_host_are_told_apart(
+    jobs: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: bool, why: str
+) -> None:
+    """No host waits in a collective: the durations that torch's recorder has measured tell."""
+    if why_not := nccl_like.why_not():
+        pytest.skip(why_not)
+    look_often(monkeypatch)
+    environment = {
+        "NCCL_LIKE": "1",
+        nccl_like.LIBRARY: str(nccl_like.build()),
+        "TORCH_NCCL_ENABLE_TIMING": "1",
+        "TORCH_FR_BUFFER_SIZE": "500",
+    }
+    result = jobs.run_program(
+        ON_DEVICE.format(host=host),
+        3,
+        tmp_path,
+        settings=Settings(timing=True),
+        environment=environment,
+    )
+    assert set(result.exits.values()) == {0}, result
+    said = " ".join(" ".join(result.lines).split())
+    assert "Rank 1 makes the job slow: all others wait for" in said, result
+    if pyspy.find() is None:
+        why = "whether its host or its device is late is not known"
+    assert why.lower() in said.lower(), result

@@ -178,8 +178,8 @@ def _print_pace(examined: ExaminedJob) -> None:
     least, gap = pace.waits_least(measured)
     print(
         f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least: {gap:.0%} of the time less than"
-        f" all others. A difference of {pace.MIN_COST:.0%} or more, over at least {pace.MIN_STEPS}"
-        f" steps and {pace.MIN_S:.0f} s, is reported as a slow rank."
+        f" all others. A difference of {measured.min_cost:.0%} or more, over at least"
+        f" {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s, is reported as a slow rank."
     )
 
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from statistics import median
 from typing import Final, NamedTuple
 
-from commlens.model.collective import ChannelKey, Collective
+from commlens.model.collective import ChannelKey, Collective, ProcessGroup
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span
 
 _FEW: Final = 0.05  # of the collectives: their records or durations may be lost
 LEAST: Final = 8  # collectives of one kind, from which their time is told
+SLOWER: Final = 1.3
+WINDOWS: Final = 5  # in a row, that show how long transfers take
+WINDOWS_KEPT: Final = 120
 
 
 class TransferKind(NamedTuple):
@@ -147,6 +151,70 @@ def find_slow_link(logs: Sequence[RankLog], window: Span, ranks: Sequence[int]) 
         return None
     _, ratio, kind = max(lost[worst])
     return SlowLink(worst, kind, ratio, sum(each[0] for each in lost[worst]))
+
+
+class SlowerTransfers(NamedTuple):
+    """Transfers of one kind in one group that take longer than they did before in this job."""
+
+    group: ProcessGroup
+    kind: TransferKind
+    now_ns: float
+    best_ns: float
+    share: float  # of the time that this costs
+    since_ns: int  # Unix
+    is_alone: bool  # other groups do the same, and there it takes no longer than before
+
+
+class TransferTrend:
+    """How long transfers take in the course of a job."""
+
+    def __init__(self) -> None:
+        # a window's begin (Unix ns), the median of its transfers in ns, and their share of the time
+        self._seen: dict[tuple[TransferKind, ChannelKey], list[tuple[int, float, float]]] = {}
+        self._groups: dict[ChannelKey, ProcessGroup] = {}
+
+    def add(self, logs: Sequence[RankLog], window: Span) -> None:
+        """Add the transfers of a window."""
+        for log in logs:
+            self._groups.update((op.channel.key, op.channel.group) for op in log.collectives[-100:])
+        for kind, groups in usual_transfers(logs, window).items():
+            for key, (ns, times) in groups.items():
+                seen = self._seen.setdefault((kind, key), [])
+                seen.append((window[0], ns, ns * times / (window[1] - window[0])))
+                del seen[:-WINDOWS_KEPT]
+
+    def slower(self) -> SlowerTransfers | None:
+        """Return the transfers that cost most against the best five windows of this job, if they
+        have been slower in each of the newest five; None if there are none.
+        """
+        found = [self._slower(*each) for each in self._seen]
+        return max(filter(None, found), key=lambda each: each.share, default=None)
+
+    def _slower(self, kind: TransferKind, key: ChannelKey) -> SlowerTransfers | None:
+        seen = self._seen[kind, key]
+        best = self._best(kind, key)
+        slow = [*takewhile(lambda each: each[1] > SLOWER * best, reversed(seen))]
+        if not best or len(slow) < WINDOWS or key not in self._groups:
+            return None
+        now_ns = median(ns for _, ns, _ in slow[:WINDOWS])
+        share = median(share for _, _, share in slow[:WINDOWS]) * (1 - best / now_ns)
+        siblings = [other for other in self._seen if other[0] == kind and other[1] != key]
+        return SlowerTransfers(
+            self._groups[key],
+            kind,
+            now_ns,
+            best,
+            share,
+            slow[-1][0],
+            bool(siblings)
+            and all(self._seen[each][-1][1] <= SLOWER * self._best(*each) for each in siblings),
+        )
+
+    def _best(self, kind: TransferKind, key: ChannelKey) -> float:
+        """Return the lowest median of five windows in a row, in ns; 0 if there are no five."""
+        times = [ns for _, ns, _ in self._seen[kind, key]]
+        rows = (times[at : at + WINDOWS] for at in range(len(times) - WINDOWS + 1))
+        return min(map(median, rows), default=0.0)
 
 
 def payload_by_place(log: RankLog, window: Span) -> Mapping[tuple[object, ...], float]:

@@ -10,12 +10,15 @@ the node that reports compares all. On an accelerator the host does not wait; th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
 
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
@@ -24,6 +27,7 @@ from commlens.model.spans import Span, common, length, union
 from commlens.speed.device_times import are_timed, timed_until, waited_ns
 
 MIN_COST: Final = 0.1  # of the time
+MIN_COST_ON_DEVICE: Final = 0.05  # durations on a device vary less than times on a host
 MIN_STEPS: Final = 50
 MIN_S: Final = 20.0
 MIN_SAMPLES: Final = 5
@@ -45,6 +49,7 @@ class Pace(NamedTuple):
     no_cpu_s: Mapping[int, float] = MappingProxyType({})
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
     begin_ns: int = 0  # Unix
+    min_cost: float = MIN_COST  # share of the time: nobody who costs less is named
 
 
 class SlowRanks(NamedTuple):
@@ -92,9 +97,22 @@ def measure(
     steps = [ops[-1].step - ops[0].step for ops in inside.values()]
     window_s = (end - begin) * _NS
     whole = _sees_other_nodes(inside)
+    runs_ahead = all(op.channel.runs_ahead for ops in inside.values() for op in ops[-1:])
     return Pace(
-        window_s, min(steps), waited, window_s / max(1, *steps), is_whole=whole, begin_ns=begin
+        window_s,
+        min(steps),
+        waited,
+        window_s / max(1, *steps),
+        is_whole=whole,
+        begin_ns=begin,
+        min_cost=MIN_COST_ON_DEVICE if runs_ahead else MIN_COST,
     )
+
+
+def _since(log: RankLog, begin_ns: int) -> RankLog:
+    """Return a log without the collectives that were issued before, but for the last of these."""
+    first = bisect_left(log.collectives, begin_ns, key=lambda op: op.announced_ns)
+    return msgspec.structs.replace(log, collectives=log.collectives[max(0, first - 1) :])
 
 
 class PaceMeter:
@@ -123,6 +141,7 @@ class PaceMeter:
             return []
         pieces = max(1, int((end - begin) * _NS / piece_s))
         self.until_ns = end
+        logs = [_since(log, begin) for log in logs]
         edges = [begin + (end - begin) * part // pieces for part in range(pieces + 1)]
         found = [measure(logs, first, last, least=least) for first, last in pairwise(edges)]
         return [pace for pace in found if pace is not None]
@@ -221,22 +240,20 @@ def find_slow_ranks(
             what names a rank, so that a verdict does not come and go.
         sufficient: the samples are enough, as each node has found of its own.
     """
-    slow = _find_slow(paces, MIN_COST, sufficient=sufficient)
-    if (
-        slow is None
-        and before is not None
-        and _find_slow(paces, MIN_COST / 2, sufficient=sufficient)
-    ):
+    slow = _find_slow(paces, sufficient=sufficient)
+    if slow is None and before is not None and _find_slow(paces, 0.5, sufficient=sufficient):
         return before
     return slow
 
 
-def _find_slow(paces: Sequence[Pace], min_cost: float, *, sufficient: bool) -> SlowRanks | None:
+def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) -> SlowRanks | None:
+    """Return the ranks that cost at least a part of what names a rank."""
     if not (sufficient or suffice(paces)) or len(paces[0].waited_s) < 2:
         return None
     window_s, steps = sum(pace.window_s for pace in paces), sum(pace.steps for pace in paces)
     waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
     ranks, cost_s = _low_side(waited)
+    min_cost = part * max(pace.min_cost for pace in paces)
     if cost_s < min_cost * window_s:
         return None
     others = set(waited) - set(ranks)
@@ -261,7 +278,7 @@ def slow_since(ranks: Sequence[int], paces: Sequence[Pace]) -> int:
     """
     since = 0
     for pace in reversed(paces):
-        if not _makes_wait(pace, ranks, MIN_COST):
+        if not _makes_wait(pace, ranks, pace.min_cost):
             return since
         since = pace.begin_ns
     return 0

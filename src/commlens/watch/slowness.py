@@ -20,7 +20,9 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.pyspy import InBackground, Profile, take_profile
+from commlens.speed.device_times import TransferTrend
 from commlens.speed.pace import (
+    MIN_COST_ON_DEVICE,
     Judgement,
     Pace,
     PaceMeter,
@@ -33,7 +35,7 @@ from commlens.speed.pace import (
     slow_since,
     with_cpu,
 )
-from commlens.text import duration, ranks_and_verb
+from commlens.text import count, duration, group_phrase, ranks_and_verb, utc
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Member
@@ -96,6 +98,8 @@ class Slowness:
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
         self._is_slower = False  # than at first
+        self._transfers = TransferTrend()
+        self._has_slower_transfers = False
 
     @property
     def last(self) -> Pace | None:
@@ -168,7 +172,8 @@ class Slowness:
         self._paces = [*self._paces, *paces][-_KEPT:]
         self._condensed = condensed(self._paces)
         news = self._judge_ranks(ranks, self.logs)
-        return [*news, *(line for pace in paces for line in self._judge_steps(pace))]
+        news += (line for pace in paces for line in self._judge_steps(pace))
+        return [*news, *self._judge_transfers(paces)]
 
     def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> list[Pace]:
         """Read the ranks' newest records and return the pace since the last sample, oldest first;
@@ -288,6 +293,28 @@ class Slowness:
                 f"a step takes {now / usual:.1f} times as long as in the job's first minutes:"
                 f" {times}.",
                 of_this_node=False,
+            )
+        ]
+
+    def _judge_transfers(self, paces: Sequence[Pace]) -> list[Line]:
+        """Compare how long transfers on devices take with what this job reached before."""
+        for pace in paces:
+            end_ns = pace.begin_ns + round(pace.window_s * 1e9)
+            self._transfers.add(self.logs, (pace.begin_ns, end_ns))
+        found = self._transfers.slower()
+        if self._has_slower_transfers or found is None or found.share < MIN_COST_ON_DEVICE:
+            return []
+        self._has_slower_transfers = True
+        times = f"{duration(found.now_ns)} against {duration(found.best_ns)}"
+        alone = "; in the groups that do the same elsewhere it does not" if found.is_alone else ""
+        return [
+            Line(
+                f"since {utc(found.since_ns)}, {found.kind.op} in {group_phrase(found.group)} takes"
+                f" {found.now_ns / found.best_ns:.1f} times as long as at its best in this job:"
+                f" {times} for {count(found.kind.numel, 'element')}, when waits for late ranks are"
+                f" taken off{alone}. This costs {found.share:.0%} of the time. Look at the links of"
+                " these ranks.",
+                of_this_node=True,
             )
         ]
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
-from builders import SCRIPT
+import pytest
+from builders import SCRIPT, START
+from device_jobs import DeviceJob, Fault
 from goldens import hold
 from paced_jobs import job
 from paced_samples import found, late, samples
 
 from commlens.diagnosis.examine import straggler_verdict
-from commlens.model.collective import Frame, FrameKind
-from commlens.speed.pace import find_slow_ranks
+from commlens.model.collective import Frame, FrameKind, Stack
+from commlens.model.verdict import Verdict
+from commlens.speed.pace import PaceMeter, find_slow_ranks, recent, slow_since
 
 
 def test_a_slow_rank_that_is_alone_on_its_node() -> None:
@@ -75,3 +79,37 @@ def test_a_rank_without_a_cpu() -> None:
     verdict = straggler_verdict(slow, logs)
     assert verdict.why == "no-cpu"
     hold("straggler/no-cpu", verdict)
+
+
+def followed(fault: Fault, profiles: dict[int, Counter[Stack]], **shape: Any) -> Verdict:
+    """The verdict on a simulated job whose hosts run ahead of their devices."""
+    meter, paces, logs = PaceMeter(START), [], []
+    for _, logs in DeviceJob(8, fault=fault, **shape).looks(70.0):
+        paces += meter.measure(logs, 2, 5.0)
+    slow = find_slow_ranks(recent(paces))
+    assert slow is not None
+    return straggler_verdict(slow._replace(since_ns=slow_since(slow.ranks, paces)), logs, profiles)
+
+
+LOAD, WAIT = (Frame(SCRIPT, 7, "load_batch"),), (Frame(SCRIPT, 30, "main"),)
+ALIKE = {rank: Counter({LOAD: 4, WAIT: 196}) for rank in (2, 3, 0)}
+DEVICES = {
+    "device": (Fault("device", 3, 1.3, 20.0), ALIKE, "slow-device", {}),
+    "host": (
+        Fault("host", 3, 1.3, 20.0),
+        {3: Counter({LOAD: 50, WAIT: 150}), 0: Counter({LOAD: 4, WAIT: 196})},
+        "data-loading",
+        {},
+    ),
+    "either": (Fault("device", 3, 1.3, 20.0), {}, "unknown", {}),
+    "link": (Fault("link", 3, 1.3, 20.0), ALIKE, "slow-link", {"tp": 2}),
+    "work": (Fault("work", 3, 1.5, 20.0), ALIKE, "uneven-work", {"experts": True}),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_why_a_device_is_late(name: str) -> None:
+    fault, profiles, why, shape = DEVICES[name]
+    verdict = followed(fault, profiles, **shape)
+    assert (verdict.why, verdict.culprits) == (why, [2, 3] if name == "link" else [3])
+    hold(f"straggler/on-devices-{name}", verdict)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import sqrt
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -32,6 +33,8 @@ from commlens.speed.device_times import find_slow_link, payload_by_place, timed_
 from commlens.speed.pace import MIN_COST, SlowRanks, common_span, find_waits
 
 _NS: Final = 1e-9
+_OF_COST: Final = 0.75  # if the host may be late by less, the device is
+_SIGMAS: Final = 2.5  # by which two ranks' samples differ by chance
 _SLOW_TRANSFER: Final = 1.3  # times as long as in groups that do the same
 
 
@@ -63,11 +66,10 @@ def find_straggler(
     others = sorted({*compared, *(log.rank for log in logs)} - set(slow.ranks))
     ours = [log for log in logs if log.rank in slow.ranks]
     why, held_back = _what_holds_back(slow, ours)
-    hot_line, hot_stack = _find_hot_line(slow, profiles)
+    hot_line, hot_stack, host_share = _find_hot_line(slow, profiles)
     of_device, runs_ahead = _OnDevice(), any(op.channel.runs_ahead for op in ours[0].collectives)
     if why is None and runs_ahead:
-        are_profiled = hot_line is None and len([each for each in profiles.values() if each]) > 1
-        of_device = _what_slows_devices(slow, logs, are_profiled=are_profiled)
+        of_device = _what_slows_devices(slow, logs, host_share)
         why = of_device.why
     stretch, ends = _find_stretch(slow, logs) if hot_line is None else (None, None)
     source = None
@@ -108,19 +110,16 @@ class _OnDevice(NamedTuple):
     work_ratio: float | None = None
 
 
-def _what_slows_devices(
-    slow: SlowRanks, logs: Sequence[RankLog], *, are_profiled: bool
-) -> _OnDevice:
+def _what_slows_devices(slow: SlowRanks, logs: Sequence[RankLog], host_share: float) -> _OnDevice:
     """Return why devices are late, as far as it shows.
 
     Args:
         slow: the ranks.
         logs: of all ranks of a node, with durations on their devices.
-        are_profiled: samples of their stacks and another rank's were taken, and their hosts do the
-            same.
+        host_share: the share of the time by which their host may be later than another rank's.
     """
     begin, end = common_span(logs)
-    window = begin, min(end, *map(timed_until, logs))
+    window = max(begin, slow.since_ns), min(end, *map(timed_until, logs))
     # of the time of the slow ranks that others do not need, most must be explained
     least_s = slow.cost * slow.step_s / 2
     ratio = _work_ratio(slow.ranks, logs, window)
@@ -140,7 +139,7 @@ def _what_slows_devices(
             return _OnDevice(
                 "slow-link", SlowTransfer(ref, link.kind.op, round(link.ratio, 2), extra_s)
             )
-    return _OnDevice("slow-device" if are_profiled else None)
+    return _OnDevice("slow-device" if host_share < _OF_COST * slow.cost else None)
 
 
 def _work_ratio(ranks: Sequence[int], logs: Sequence[RankLog], window: Span) -> float:
@@ -257,23 +256,25 @@ def _is_in(op: Collective, *parts: str) -> bool:
 
 def _find_hot_line(
     slow: SlowRanks, profiles: Mapping[int, Mapping[Stack, int]]
-) -> tuple[HotLine | None, Stack]:
+) -> tuple[HotLine | None, Stack, float]:
     """Return the line in which the first slow rank spends most time more than another rank, and an
-    example of its stacks there; none if the other rank spends nearly as much time there.
+    example of its stacks there; none if the other rank spends nearly as much time there. Also
+    return the share of the time by which it may be at one line for longer; 1 if that is not known.
     """
     ours = next((profiles[rank] for rank in slow.ranks if profiles.get(rank)), {})
     other = next((rank for rank in profiles if rank not in slow.ranks and profiles[rank]), None)
     shares, theirs = _by_line(ours), _by_line(profiles[other]) if other is not None else {}
     frame = max(shares, key=lambda each: shares[each] - theirs.get(each, 0.0), default=None)
     if frame is None:
-        return None, ()
+        return None, (), 1.0
     hot = HotLine(frame.where, shares[frame], other, theirs.get(frame, 0.0))
+    more = hot.share - hot.share_other
+    by_chance = _SIGMAS * sqrt(2 * hot.share * (1 - hot.share) / sum(ours.values()))
     # alone, it may be as it should be
-    if other is not None and hot.share - hot.share_other <= slow.cost / 3:
-        return None, ()
-    return hot, max(
-        (each for each in ours if user_frame(each) == frame), key=lambda each: ours[each]
-    )
+    if other is not None and more <= max(slow.cost / 3, by_chance):
+        return None, (), more + by_chance
+    example = max((each for each in ours if user_frame(each) == frame), key=lambda each: ours[each])
+    return hot, example, 1.0
 
 
 def _by_line(profile: Mapping[Stack, int]) -> dict[Frame, float]:

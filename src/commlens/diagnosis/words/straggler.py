@@ -48,6 +48,10 @@ _STEPS: Mapping[Why, str] = {
         "look at the links between these ranks (`nvidia-smi topo -m`, the ports' error counters),"
         " and measure them with nccl-tests while the job does not run"
     ),
+    "unknown": (
+        "compare its stacks with another rank's while it is slow (`commlens stacks`, with py-spy"
+        " installed), and the clocks of its GPU (`nvidia-smi -q -d CLOCK,PERFORMANCE`)"
+    ),
     "uneven-work": "spread the work more evenly: tokens, experts or layers of these ranks",
 }
 
@@ -98,9 +102,9 @@ def _evidence_on_devices(cause: Straggler, who: str) -> Iterator[str]:
     if cause.transfer is not None:
         group, op = cause.transfer.group, cause.transfer.op
         yield (
-            f"{op} among {ranks_phrase(group.ranks)} takes {cause.transfer.ratio:.1f} times as long"
-            " as in the groups that do the same elsewhere, after the waits for late ranks are taken"
-            " off"
+            f"among {ranks_phrase(group.ranks)}, {op} takes {cause.transfer.ratio:.1f} times as"
+            " long as in the groups that do the same elsewhere, when waits for late ranks are"
+            " taken off"
         )
     if cause.work_ratio is not None:
         yield (
@@ -108,7 +112,9 @@ def _evidence_on_devices(cause: Straggler, who: str) -> Iterator[str]:
             " collectives as each of the others: it has more work, and no fault shows"
         )
     if cause.why == "slow-device":
-        yield f"the host of {who} does the same as that of another rank: its device takes longer"
+        yield "its host spends its time as that of another rank does, so its device takes longer"
+    if cause.why == "unknown":
+        yield "whether its host or its device is late is not known"
 
 
 def _between_lines(ends: tuple[Collective, Collective]) -> str:

@@ -1,0 +1,191 @@
+r"""Count how often slow ranks and links are named in jobs whose hosts run ahead of their devices.
+
+    python benchmarks/slow_devices.py [--jobs 300] [--healthy 300] [--first 0] [--slowdown 1.3]
+
+Each job is simulated (``tests/unit/support/device_jobs.py``: who waits for whom, by arithmetic):
+4 to 64 ranks, data parallel or tensor and data parallel, with or without experts, whose hosts
+synchronise once a step or run up to 30 steps ahead. All times vary by 1% to 8%. After 30 s one rank's
+kernels, one rank's host, the transfers of one group, or one rank's work take longer. The watcher's
+own measuring reads the records every 5 s, with durations that become known every 14 s, as torch's
+recorder is read. The stacks of the slow rank and another one are simulated, too.
+
+Told are the slowdown of the job (its steps after and before the fault), whom the watcher names, and
+when. A rank whose slowness does not make the job slower, because its host runs far enough ahead, is
+not to be named. In healthy jobs, of which a third write a checkpoint on rank 0 now and then, nobody
+is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS / "unit" / "support"), str(TESTS / "unit"), str(TESTS)]
+
+from builders import SCRIPT, START, S  # noqa: E402
+from device_jobs import DeviceJob, Fault  # noqa: E402
+
+from commlens.diagnosis.causes.straggler import find_straggler  # noqa: E402
+from commlens.model.collective import Frame  # noqa: E402
+from commlens.model.ranklog import RankLog  # noqa: E402
+from commlens.speed import pace  # noqa: E402
+from commlens.speed.device_times import TransferTrend  # noqa: E402
+
+BEGINS_S = 30.0
+UNTIL_S = 110.0
+KINDS = {
+    "device": "slow-device",
+    "host": "data-loading",
+    "link": "slow-link",
+    "work": "uneven-work",
+}
+SLOWDOWNS = (0.03, 0.075, 0.2, 0.6)
+"""Least slowdown of the job in each row of the table: about 5%, 10%, 30% and 100%."""
+
+
+class Told(NamedTuple):
+    """What the watcher said first of a job, and what was to be said."""
+
+    slowdown: float
+    kind: str  # of the fault; empty: healthy
+    verdict: str  # "right", "wrong", "none", "group": told as a group's slower transfers
+    is_kind_right: bool
+    after_s: float
+    details: str
+
+
+def job_of(seed: int, factor: float | None, *, healthy: bool) -> DeviceJob:
+    """Return the job of a seed."""
+    draw = random.Random(seed)
+    ranks = draw.choice([4, 8, 8, 8, 16, 16, 32, 64])
+    tp = min(draw.choice([1, 1, 2, 4, 8]), ranks // 2)
+    kind = draw.choice(sorted(KINDS))
+    fault = Fault(
+        kind, draw.randrange(ranks), factor or draw.choice([1.05, 1.1, 1.3, 1.6, 2.0]), BEGINS_S
+    )
+    return DeviceJob(
+        ranks,
+        tp=tp,
+        seed=seed,
+        fault=None if healthy else fault,
+        jitter=draw.uniform(0.01, 0.08),
+        step_s=draw.choice([0.1, 0.1, 0.2]),
+        syncs=draw.random() < 0.5,
+        ahead=draw.choice([1, 3, 30]),
+        experts=kind == "work" or draw.random() < 0.3,
+        pauses_every=draw.choice([0, 0, 500]),
+    )
+
+
+def watch(job: DeviceJob) -> Told:
+    """Let the watcher's measuring follow a job, and return what it says first."""
+    meter, trend = pace.PaceMeter(START), TransferTrend()
+    paces: list[pace.Pace] = []
+    steps: dict[float, int] = {}
+    verdict, is_kind_right, after_s, details = "none", False, 0.0, ""
+    fault = job.fault
+    for now_s, logs in job.looks(UNTIL_S):
+        steps[now_s] = job.step
+        if verdict != "none":
+            continue
+        new = meter.measure(logs, 2, 5.0)
+        paces += new
+        for each in new:
+            trend.add(logs, (each.begin_ns, each.begin_ns + round(each.window_s * S)))
+        slow = pace.find_slow_ranks(pace.recent(paces)) if new else None
+        slower = trend.slower() if new else None
+        if slow is not None:
+            slow = slow._replace(since_ns=pace.slow_since(slow.ranks, paces))
+            why = why_of(job, slow, logs)
+            is_kind_right = fault is not None and why == KINDS[fault.kind]
+            verdict = "right" if slow.ranks == expected(job) else "wrong"
+            after_s, details = now_s - BEGINS_S, f"{slow.ranks} {why} {slow.cost:.0%}"
+        elif slower is not None and slower.share > pace.MIN_COST_ON_DEVICE:
+            members = sorted(slower.group.ranks)
+            is_right = fault is not None and fault.kind == "link" and fault.rank in members
+            verdict, is_kind_right = ("group" if is_right else "wrong"), is_right
+            after_s, details = now_s - BEGINS_S, f"{members} {slower.kind.op} {slower.share:.0%}"
+    before, after = (
+        steps[BEGINS_S] - steps[10.0],
+        (steps[max(steps)] - steps[BEGINS_S + 10]) / (max(steps) - BEGINS_S - 10) * (BEGINS_S - 10),
+    )
+    return Told(
+        before / after - 1, fault.kind if fault else "", verdict, is_kind_right, after_s, details
+    )
+
+
+def expected(job: DeviceJob) -> list[int]:
+    """Return the ranks that are to be named."""
+    if job.fault is None:
+        return []
+    if job.fault.kind != "link":
+        return [job.fault.rank]
+    first = job.fault.rank // job.tp * job.tp
+    return list(range(first, first + job.tp))
+
+
+def why_of(job: DeviceJob, slow: pace.SlowRanks, logs: Sequence[RankLog]) -> str:
+    """Return the kind of slowness that the diagnosis finds, with simulated samples of stacks."""
+    load, wait = Frame(SCRIPT, 12, "load_batch"), Frame(SCRIPT, 40, "synchronize")
+    sampled = random.Random(job.seed)
+    other = next(rank for rank in range(job.ranks) if rank not in slow.ranks)
+    profiles = {}
+    for rank in (slow.ranks[0], other):
+        share = job.load_s / job.step_s
+        if job.fault is not None and job.fault.kind == "host" and rank == job.fault.rank:
+            share = 1 - 1 / job.fault.factor
+        hits = sum(sampled.random() < share for _ in range(200))
+        profiles[rank] = Counter({(load,): hits, (wait,): 200 - hits})
+    why = find_straggler(slow, logs, profiles, range(job.ranks)).cause.why
+    return "data-loading" if why == "user-code" else str(why)
+
+
+def main() -> None:
+    """Run the jobs and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=300)
+    parser.add_argument("--healthy", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--slowdown", type=float, help="the factor of all faults")
+    options = parser.parse_args()
+    rows: dict[float, list[Told]] = defaultdict(list)
+    hidden: list[Told] = []
+    for seed in range(options.first, options.first + options.jobs):
+        told = watch(job_of(seed, options.slowdown, healthy=False))
+        row = max((each for each in SLOWDOWNS if told.slowdown >= each), default=0.0)
+        (rows[row] if row else hidden).append(told)
+        is_missed = told.verdict == "none" and row > SLOWDOWNS[0]
+        if told.verdict == "wrong" or is_missed or (told.details and not told.is_kind_right):
+            print(f"seed {seed}: {told}", flush=True)
+    print(
+        "| job slower by | jobs | right | group's transfers | not told | wrong | kind right |"
+        " median s after it began |\n|---|---|---|---|---|---|---|---|"
+    )
+    for row in SLOWDOWNS:
+        said = Counter(each.verdict for each in rows[row])
+        times = [each.after_s for each in rows[row] if each.verdict in ("right", "group")]
+        kinds = sum(each.is_kind_right for each in rows[row])
+        print(
+            f"| {row:.0%} or more | {len(rows[row])} | {said['right']} | {said['group']} |"
+            f" {said['none']} | {said['wrong']} | {kinds} | {median(times or [0]):.0f} |"
+        )
+    print(f"not slower (below {SLOWDOWNS[0]:.0%}):", Counter(each.verdict for each in hidden))
+    first = options.first + 1_000_000
+    healthy = Counter()
+    for seed in range(first, first + options.healthy):
+        told = watch(job_of(seed, None, healthy=True))
+        healthy[told.verdict] += 1
+        if told.verdict != "none":
+            print(f"healthy seed {seed}: {told}", flush=True)
+    print("healthy:", healthy)
+
+
+if __name__ == "__main__":
+    main()

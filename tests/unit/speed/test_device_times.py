@@ -1,0 +1,138 @@
+"""Waits and transfers on devices, from durations alone, in simulated jobs."""
+
+from __future__ import annotations
+
+import pytest
+from builders import START, S
+from device_jobs import DeviceJob, Fault
+
+from commlens.model.ranklog import RankLog
+from commlens.speed.device_times import (
+    TransferTrend,
+    are_timed,
+    find_slow_link,
+    meetings,
+    payload_by_place,
+    timed_until,
+    usual_transfers,
+    waited_ns,
+)
+from commlens.speed.pace import Pace, PaceMeter, SlowRanks, find_slow_ranks, recent, slow_since
+
+
+def seen(job: DeviceJob, until_s: float) -> list[RankLog]:
+    """The job's records at the end."""
+    return [logs for _, logs in job.looks(until_s)][-1]
+
+
+def whole(logs: list[RankLog]) -> tuple[int, int]:
+    return START, min(timed_until(log) for log in logs)
+
+
+def followed(job: DeviceJob, until_s: float) -> tuple[list[Pace], SlowRanks | None]:
+    """What the watcher measures of it, and whom it finds last."""
+    meter, paces = PaceMeter(START), []
+    for _, logs in job.looks(until_s):
+        paces += meter.measure(logs, 2, 5.0)
+    return paces, find_slow_ranks(recent(paces))
+
+
+def test_the_member_that_comes_last_waits_for_nobody() -> None:
+    logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5)), 20.0)
+    waited, (begin, end) = waited_ns(logs, whole(logs)), whole(logs)
+    assert waited[2] < 0.02 * (end - begin)
+    assert all(waited[rank] > 0.2 * (end - begin) for rank in (0, 1, 3))
+
+
+def test_a_transfer_is_what_the_last_member_measures() -> None:
+    logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5), jitter=0.0), 20.0)
+    for groups in usual_transfers(logs, whole(logs)).values():
+        for ns, _ in groups.values():
+            assert ns == pytest.approx(0.006 * S, rel=0.01), "6% of a step of 0.1 s"
+
+
+def test_members_on_other_nodes_leave_the_whole_duration() -> None:
+    logs = seen(DeviceJob(4, jitter=0.0), 20.0)[:2]
+    found = list(meetings(logs, whole(logs)))
+    assert found and all(each.transfer_ns == 0 for each in found)
+    assert all(
+        ns == pytest.approx(0.006 * S, rel=0.01) for each in found for ns in each.waited_ns.values()
+    )
+
+
+def test_untimed_collectives_are_no_evidence() -> None:
+    logs = seen(DeviceJob(2), 20.0)
+    ops = [op for op in logs[0].collectives if op.announced_ns < timed_until(logs[0])]
+    assert are_timed(ops)
+    for op in ops[: len(ops) // 4]:
+        op.duration_ns = None
+    assert not are_timed(ops)
+    for op in logs[0].collectives:
+        op.duration_ns = None
+    assert timed_until(logs[0]) == 0, "nothing is known yet"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "syncs"), [("device", 1, True), ("device", 2, False), ("host", 2, True)]
+)
+def test_the_slow_rank_is_named_and_since_when(kind: str, tp: int, syncs: bool) -> None:
+    job = DeviceJob(
+        8, tp=tp, fault=Fault(kind, 5, 1.3, begins_s=20.0), syncs=syncs, ahead=1, step_s=0.2
+    )
+    paces, slow = followed(job, 70.0)
+    assert slow is not None and slow.ranks == [5]
+    assert slow.cost == pytest.approx(0.2, abs=0.08)
+    assert slow_since(slow.ranks, paces) / S - START / S == pytest.approx(20.0, abs=8.0)
+
+
+def test_a_difference_of_a_tenth_is_named_on_a_device() -> None:
+    assert (slow := followed(DeviceJob(8, fault=Fault("device", 5, 1.1)), 60.0)[1]) is not None
+    assert slow.ranks == [5]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_healthy_ranks_are_not_named(seed: int) -> None:
+    job = DeviceJob(8, tp=2, seed=seed, jitter=0.08, experts=True, syncs=seed == 0)
+    job.step_s = 0.2
+    assert followed(job, 60.0)[1] is None
+
+
+def test_a_host_that_runs_ahead_of_its_device_is_not_slow() -> None:
+    job = DeviceJob(4, fault=Fault("host", 1, 1.3), syncs=False, ahead=30)
+    assert followed(job, 60.0)[1] is None, "its device always has work"
+
+
+def test_a_slow_link_is_told_by_its_sibling_groups() -> None:
+    logs = seen(DeviceJob(8, tp=2, fault=Fault("link", 3, 1.3)), 30.0)
+    link = find_slow_link(logs, whole(logs), [2, 3])
+    assert link is not None and link.ratio > 5 and link.key[2] == (2, 3)
+    assert find_slow_link(logs, whole(logs), [3]) is None, "the group has another member"
+    healthy = seen(DeviceJob(8, tp=2), 30.0)
+    link = find_slow_link(healthy, whole(healthy), [2, 3])
+    assert link is None or link.ratio < 1.1
+
+
+def test_transfers_are_compared_with_the_best_of_the_job() -> None:
+    """All ranks are in one group: nobody waits for anybody, and the link is slow for all."""
+    for fault in (Fault("link", 0, 1.5, begins_s=40.0), None):
+        trend, meter = TransferTrend(), PaceMeter(START)
+        for _, logs in DeviceJob(4, fault=fault).looks(100.0):
+            for pace in meter.measure(logs, 2, 5.0):
+                trend.add(logs, (pace.begin_ns, pace.begin_ns + round(pace.window_s * S)))
+        slower = trend.slower()
+        if fault is None:
+            assert slower is None
+            continue
+        assert slower is not None and slower.kind.op == "all_reduce"
+        assert slower.group.ranks == (0, 1, 2, 3) and not slower.is_alone
+        assert slower.now_ns / slower.best_ns > 5
+        assert slower.share == pytest.approx(0.33, abs=0.1)
+        assert (slower.since_ns - START) / S == pytest.approx(40.0, abs=8.0)
+
+
+def test_the_work_of_a_line_is_counted() -> None:
+    logs = seen(DeviceJob(4, experts=True, fault=Fault("work", 1, 1.5)), 20.0)
+    more, usual = (payload_by_place(logs[rank], whole(logs)) for rank in (1, 0))
+    ratios = {place[0]: more[place] / usual[place] for place in usual}
+    assert ratios["all_to_all"] == pytest.approx(1.5, abs=0.02)
+    assert ratios["all_reduce"] == pytest.approx(1.0, abs=0.02)
