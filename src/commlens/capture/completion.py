@@ -45,7 +45,7 @@ class CompletionTracker:
         # by record index: in flight, its Work held by a weak reference only
         self.weakly_held: dict[int, Token] = {}
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
-        self.device_queues = DeviceQueues(self)
+        self.device_queues = DeviceQueues(self, timing=timing)
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
         self.unwaited = Unwaited()

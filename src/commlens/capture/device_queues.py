@@ -98,9 +98,10 @@ class DeviceQueues:
     Args:
         tracker: marks the tokens' records
             (:class:`commlens.capture.completion.CompletionTracker`).
+        timing: the durations that torch measures are read, too.
     """
 
-    def __init__(self, tracker: Any) -> None:
+    def __init__(self, tracker: Any, *, timing: bool = False) -> None:
         self._tracker = tracker
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[LiveChannel, Queue] = {}
@@ -113,7 +114,7 @@ class DeviceQueues:
         self._asked_of: dict[LiveChannel, int] = {}
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
-        self._durations = DeviceDurations(tracker.writer) if tracker.timing else None
+        self._durations = DeviceDurations(tracker.writer) if timing else None
 
     def add(self, token: Token) -> None:
         """Add a collective whose call has returned. An op whose completion no source shows stays

@@ -278,23 +278,26 @@ def _item_size(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
+def _unknown_on_devices(ops: Sequence[Collective]) -> list[str]:
+    ahead = [op for op in ops if op.channel.runs_ahead]
+    if not ahead:
+        return []
+    where = joined(sorted({op.channel.device for op in ahead}))
+    untimed = (
+        ""
+        if any(op.duration_ns for op in ahead)
+        else ", and neither is their time on the device, without the setting timing"
+    )
+    return [
+        f"On {where} the host does not wait in collectives, so how much of their time is hidden"
+        f" behind computation is not known{untimed}; `commlens trace --profile` measures both."
+    ]
+
+
 def _unknown(ranks: Sequence[_RankSteps], times: StepTimes) -> list[str]:
     """Return sentences about the facts that these records do not show."""
     ops = [op for rank in ranks for op in rank.ops]
-    devices = sorted({op.channel.device for op in ops if op.channel.runs_ahead})
-    found: list[str] = []
-    if devices:
-        where = joined(devices)
-        found.append(
-            f"On {where} the host does not wait in collectives, so how much of their time is hidden"
-            " behind computation is not known"
-            + (
-                ""
-                if any(op.duration_ns for op in ops)
-                else ", and neither is their time on the device, without the setting timing"
-            )
-            + "; `commlens trace --profile` measures both."
-        )
+    found = _unknown_on_devices(ops)
     if times.hidden_ns:
         found.append(
             "A collective may have ended before the rank waited for it, so less may be hidden than"

@@ -165,8 +165,9 @@ class Slowness:
             self._steps = steps
             return []
         paces = self._measure(ranks, steps, least)
-        if not paces:
-            return []
+        return self._judge(ranks, paces) if paces else []
+
+    def _judge(self, ranks: Sequence[Member], paces: Sequence[Pace]) -> list[Verdict | Line]:
         if self._paces and self._paces[-1].waited_s.keys() != paces[-1].waited_s.keys():
             self._paces.clear()
         self._paces = [*self._paces, *paces][-_KEPT:]
