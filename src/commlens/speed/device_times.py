@@ -34,7 +34,7 @@ class TransferKind(NamedTuple):
     members: int
 
 
-class Meeting(NamedTuple):
+class TimedCollective(NamedTuple):
     """A collective on a device, with the durations that its members measured."""
 
     key: ChannelKey
@@ -74,7 +74,7 @@ def are_timed(ops: Iterable[Collective]) -> bool:
     return len(unknown) <= _FEW * len(on_device) and not any(op.is_point_to_point for op in unknown)
 
 
-def meetings(logs: Iterable[RankLog], window: Span) -> Iterator[Meeting]:
+def meetings(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
     """Yield the collectives on devices that all their members in the logs issued in a window (Unix
     ns), as far as their durations are known.
     """
@@ -91,11 +91,11 @@ def meetings(logs: Iterable[RankLog], window: Span) -> Iterator[Meeting]:
         durations = {rank: op.duration_ns or 0 for rank, op in by_rank.items()}
         op = next(iter(by_rank.values()))
         if not whole[key]:
-            yield Meeting(key, op, durations, 0)
+            yield TimedCollective(key, op, durations, 0)
         elif len(by_rank) == len(key[2]):
             transfer = min(durations.values())
             waited = {rank: duration - transfer for rank, duration in durations.items()}
-            yield Meeting(key, op, waited, transfer)
+            yield TimedCollective(key, op, waited, transfer)
 
 
 def waited_ns(logs: Iterable[RankLog], window: Span) -> dict[int, int]:
