@@ -399,6 +399,8 @@ def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
     action = verdict.action
     if action is None:
         return None
+    if action.because != "stale-address":  # torch's own, by which a restart may fail in between
+        before = [each for each in before if _reason(each) != "stale-address"]
     same = [*takewhile(partial(_is_same, action, verdict), before)]
     alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
     unlucky = action.because in ("killed", "crashed") and len(alike) >= _UNLUCKY - 1

@@ -12,6 +12,7 @@ from commlens.model.cause import (
     CollectiveRef,
     Dead,
     Doing,
+    Ended,
     ExitKind,
     Hardware,
     JobEnding,
@@ -69,7 +70,7 @@ def told(ending: JobEnding) -> ToldByLogs:
 
 
 def verdict_on(
-    cause: Dead | StuckInside | Missing | ToldByLogs, line: str = "train.py:81"
+    cause: Dead | Ended | StuckInside | Missing | ToldByLogs, line: str = "train.py:81"
 ) -> Verdict:
     finding = Finding(
         kind=cause.kind, why=cause.why, root_cause=True, culprits=cause.culprits,
@@ -136,7 +137,7 @@ def verdict_on(
     ],
 )  # fmt: skip
 def test_the_table(
-    cause: Dead | StuckInside | Missing | ToldByLogs, do: Do, because: Because
+    cause: Dead | Ended | StuckInside | Missing | ToldByLogs, do: Do, because: Because
 ) -> None:
     action = action_of(verdict_on(cause))
     assert action is not None
@@ -152,7 +153,7 @@ def test_the_node_and_the_part_that_broke() -> None:
 
 
 def earlier(
-    cause: Dead | StuckInside | Missing | ToldByLogs,
+    cause: Dead | Ended | StuckInside | Missing | ToldByLogs,
     line: str = "train.py:81",
     *,
     culprit: int = 2,
@@ -179,6 +180,11 @@ def decided(verdict: Verdict, before: list[Attempt]) -> Action:
 KILLED = dead("killed", signal="SIGKILL")
 CRASHED = dead("killed", signal="SIGSEGV")
 MOVED = {0: "n0", 1: "n1", 2: "n2", 3: "n1"}
+STALE = Ended(
+    kind="dead", why="exception", root_cause=True, culprits=[2], victims=[0, 1, 3],
+    blamed_by="exit", confidence="high", ranks=[2], processes=["own"], how="kept-address",
+    restarts=1,
+)  # fmt: skip
 LOST = missing(lost_nodes=[LostNode("n1", [2], 9.0, vanished=True)])
 
 
@@ -196,6 +202,9 @@ LOST = missing(lost_nodes=[LostNode("n1", [2], 9.0, vanished=True)])
         (KILLED, [earlier(CRASHED)], "retry", 1),
         (KILLED, [earlier(missing()), earlier(KILLED)], "retry", 1),
         (stuck(), [earlier(stuck()), earlier(stuck())], "stop", 3),
+        # torch's restart meets an address of the former start
+        (KILLED, [earlier(STALE), earlier(KILLED)], "stop", 2),
+        (STALE, [earlier(STALE)], "stop", 2),
         (missing(), [earlier(missing())], "stop", 2),
         (missing(), [earlier(LOST)], "unknown", 1),
         (told("preemption"), [earlier(told("preemption"))] * 3, "retry", 4),
@@ -204,7 +213,10 @@ LOST = missing(lost_nodes=[LostNode("n1", [2], 9.0, vanished=True)])
     ],
 )
 def test_a_fault_that_comes_back(
-    cause: Dead | StuckInside | Missing | ToldByLogs, before: list[Attempt], do: Do, attempts: int
+    cause: Dead | Ended | StuckInside | Missing | ToldByLogs,
+    before: list[Attempt],
+    do: Do,
+    attempts: int,
 ) -> None:
     action = decided(verdict_on(cause), before)
     assert (action.do, action.attempts) == (do, attempts)
