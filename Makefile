@@ -71,12 +71,18 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clusters: $(VENV)/.clusters ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
-	$(VENV)/bin/python -m pytest tests/clusters -rs $(ARGS)
+	COMMLENS_TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters -rs --durations=10 $(ARGS)
 
-# The schemas of Kubernetes and of Kubeflow's trainer.
+# The schemas of Kubernetes and of Kubeflow's trainer; and NVIDIA's resiliency extension, in an environment that adds only it: its
+# dependency pynvml makes torch warn.
 $(VENV)/.clusters: $(VENV)/.ready
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate kubeflow_trainer_api --constraint constraints.txt \
 		|| echo "The schemas of Kubernetes could not be installed: their tests will be skipped."
+	@rm -rf $(VENV)-nvrx && $(VENV)/bin/python -m venv $(VENV)-nvrx
+	@$(VENV)/bin/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(VENV)-nvrx/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth
+	@$(VENV)-nvrx/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nvidia-resiliency-ext nvidia-ml-py pynvml psutil defusedxml \
+		|| echo "NVIDIA's resiliency extension could not be installed: its test will be skipped."
 	@touch $@
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64

@@ -96,11 +96,14 @@ class Slurm:
         states = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).split()
         return states.count("idle") >= len(NODES)
 
-    def run(self, *command: str, check: bool = True, **environ: str) -> str:
+    def run(
+        self, *command: str, check: bool = True, cwd: Path | None = None, **environ: str
+    ) -> str:
         """Run a command of Slurm. Returns what it prints."""
         done = subprocess.run(
             command,
             env={**self.environ, **environ},
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=60,
@@ -110,8 +113,9 @@ class Slurm:
         return done.stdout
 
     def submit(self, script: Path, *options: str, **environ: str) -> str:
-        """Submit a batch script. Returns the job's id."""
-        return self.run("sbatch", "--parsable", *options, str(script), **environ).strip()
+        """Submit a batch script from its own folder. Returns the job's id."""
+        command = ("sbatch", "--parsable", *options, str(script))
+        return self.run(*command, cwd=script.parent, **environ).strip()
 
     def state_of(self, job: str) -> dict[str, str]:
         """Return what Slurm knows of a job, by its own names."""

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from clusters.slurm import Slurm, cluster, why_not
+from conftest import REPOSITORY
 
 pytest.importorskip("torch")
 pytestmark = [
@@ -81,6 +84,13 @@ def wait_for(file: Path, text: str, timeout_s: float = 90.0) -> None:
         time.sleep(0.2)
 
 
+def wait_for_again(file: Path, text: str, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while file.read_text().count(text) < 2:
+        assert time.monotonic() < until, file.read_text()
+        time.sleep(0.5)
+
+
 def diagnosed(file: Path) -> dict[str, Any]:
     """Return what ``commlens diagnose`` says of the job's output."""
     done = subprocess.run(
@@ -144,21 +154,71 @@ def test_slurm_ends_a_job(
     assert verdict["action"].get("nodes", []) == nodes
 
 
+def recipe() -> str:
+    """Return the commands of the script in docs/clusters.md that starts itself again."""
+    page = (REPOSITORY / "docs" / "clusters.md").read_text()
+    script = page.split("saved as `job.sh`")[1].split("```bash\n")[1].split("```")[0]
+    return script.split("\n", 2)[2].replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
+
+
 def test_a_job_is_requeued_by_the_exit_status_until_the_fault_comes_again(
     slurm: Slurm, batch: Batch, tmp_path: Path
 ) -> None:
-    """The recipe of docs/clusters.md."""
     out = tmp_path / "out"
-    script = batch(
-        KILLED,
-        "commlens launch --nproc-per-node 2 --standalone --exit-by-action train.py\n"
-        "status=$?; echo status $status\n"
-        '[ $status -ne 75 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge 5 ]'
-        ' || scontrol requeue "$SLURM_JOB_ID"\n'
-        "exit $status",
-    )
-    job = slurm.submit(script, "-N1", "-n1", "--requeue", "--open-mode=append", f"--output={out}")
-    wait_for(out, "status 75")
-    wait_for(out, "status 77", 200)
+    job = slurm.submit(
+        batch(KILLED, recipe()),
+        "-N1", "-n1", "--requeue", "--open-mode=append", f"--output={out}",
+    )  # fmt: skip
+    wait_for(out, "ChildFailedError")
+    first = diagnosed(out)
+    assert (first["cause"]["why"], first["culprits"]) == ("killed", [1])
+    wait_for_again(out, "ChildFailedError", 200)
     state = slurm.wait_for_end(job)
     assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("FAILED", "1", "77:0")
+    second = diagnosed(out)
+    assert second["looked_at"].endswith(f"the last of 2 attempts in {out}")
+    assert json.loads((tmp_path / f"verdict-{job}.json").read_text())["verdict"]["action"] == {
+        "do": "stop",
+        "because": "killed",
+        "confidence": "medium",
+        "nodes": [socket.gethostname()],
+        "line": "train.py:6",
+        "attempts": 2,
+    }
+
+
+KILLED_ON_ONE_NODE = """
+import os, signal
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = int(os.path.exists("again"))
+for step in range(10):
+    dist.all_reduce(torch.ones(4))
+    if step == 5 and dist.get_rank() == rank and os.uname().nodename == "n1":
+        open("again", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+# each node of this cluster is this machine: its jobs are given the name of their node
+AS_NODE = (
+    'if [ "$NAMED" != "$SLURM_JOB_ID" ]; then export NAMED=$SLURM_JOB_ID\n'
+    'exec unshare --uts --mount bash -c "mount --bind hosts /etc/hosts'
+    ' && hostname $SLURMD_NODENAME && exec bash $0"; fi\n'
+)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed (apt install jq).")
+def test_a_job_goes_on_without_the_node_that_is_at_fault_twice(
+    slurm: Slurm, batch: Batch, tmp_path: Path
+) -> None:
+    script = batch(KILLED_ON_ONE_NODE, AS_NODE + recipe())
+    known = Path("/etc/hosts").read_text()
+    (tmp_path / "hosts").write_text(f"{known}\n127.0.0.1 localhost {socket.gethostname()} n1 n2\n")
+    options = ("-N1", "-n1", "--open-mode=append", f"--output={tmp_path}/%j.out")
+    first = slurm.submit(script, "-wn1", "--no-requeue", *options)
+    assert slurm.wait_for_end(first)["ExitCode"] == "75:0"
+    second = slurm.submit(script, "-wn1", "--no-requeue", *options)
+    assert slurm.wait_for_end(second)["ExitCode"] == "76:0"
+    said = (tmp_path / f"{second}.out").read_text()
+    third = said.split("Submitted batch job ")[1].split()[0]
+    state = slurm.wait_for_end(third)
+    assert (state["JobState"], state["NodeList"], state["ExcNodeList"]) == ("COMPLETED", "n2", "n1")

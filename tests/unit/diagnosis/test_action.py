@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -25,6 +27,7 @@ from commlens.model.cause import (
 from commlens.model.health import HealthEvent, What
 from commlens.model.verdict import Action, Because, Do, Finding, Verdict
 from commlens.model.worlds import JobWorld, Worlds
+from conftest import REPOSITORY
 
 HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
 
@@ -261,3 +264,37 @@ def test_the_node_that_the_scheduler_names() -> None:
     action = action_of(verdict_on(replace(told("node-failure"), nodes=["gpu-12"])))
     assert action is not None
     assert (action.do, action.nodes) == ("exclude-node", ["gpu-12"])
+
+
+RESTARTS = REPOSITORY / "docs" / "restarts.md"
+ROW = re.compile(
+    r"^\| (?P<cause>[^|]+) \| (?P<truth>[^|]+) \| \[`(?P<do>[\w-]+)`\]\(\.\./(?P<golden>[^)]+)\)"
+    r" \| `(?P<because>[\w-]+)` \|$",
+    re.MULTILINE,
+)
+RIGHT: dict[str, tuple[Do, ...]] = {
+    "it passes": ("retry", "wait"),
+    "a node is at fault": ("exclude-node",),
+    "the program or its settings are at fault": ("stop",),
+    "either may be: `stop` or `exclude-node` if it comes back": ("retry",),
+    "not known": ("unknown",),
+}
+
+
+def test_the_docs_name_the_right_action_for_each_of_many_causes() -> None:
+    page = RESTARTS.read_text().split("## Causes and actions")[1]
+    rows = [*ROW.finditer(page)]
+    assert len(rows) == page.count("\n| ") - 1 >= 40  # without the heading
+    assert f"of {len(rows)} causes" in page
+    for row in rows:
+        text = (REPOSITORY / row["golden"]).read_text()
+        told = next(line for line in text.splitlines() if line.startswith("action: "))
+        action = msgspec.json.decode(told.removeprefix("action: "), type=Action)
+        assert (action.do, action.because) == (row["do"], row["because"]), row["cause"]
+        assert action.do in RIGHT[row["truth"]], row["cause"]
+        again = verdict_on(KILLED)
+        again.action = action
+        come_back = with_attempts(again, [attempt_of(again, is_short=True)])
+        assert come_back is not None
+        if "comes back" in row["truth"]:
+            assert come_back.do == "stop", row["cause"]

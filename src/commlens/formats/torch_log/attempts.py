@@ -2,7 +2,8 @@
 the job again, and its output was appended.
 
 Only the last attempt is kept. A log of several ranks or nodes, one after the other, is one attempt:
-what says that another began must have been written after what says that one ended.
+what says that another began must have been written after what says that one ended, or name a rank
+that had ended.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ starts it again later."""
 _ENDED_BY_SLURM: Final = re.compile(
     r"slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT (?P<time>\S+)"
 )
+# torchrun's, and that of NVIDIA's resiliency extension
 _AGENT: Final = re.compile(
-    r"E\d{4} [\d:.]{15} (?P<pid>\d+) torch/distributed/elastic/multiprocessing/api\.py:\d+\]"
-    r" failed \(exitcode: "
+    r"(?:E\d{4} [\d:.]{15} (?P<pid>\d+) torch/distributed/elastic/multiprocessing/api\.py:\d+\]"
+    r"|\[ft_launcher(?P<ft>\d+)@[^\]]+\]) failed \(exitcode: "
 )
 _LAUNCHER: Final = re.compile(r"W\d{4} [\d:.]{15} (?P<pid>\d+) torch/distributed/run\.py:")
 _DATE: Final = re.compile(r"\d{4}-(\d\d)-(\d\d)T(\d\d:\d\d:\d\d)")
@@ -48,7 +50,7 @@ def _end_in(line: str) -> _End | None:
         date = _DATE.match(found["time"])
         return _End(L.parse_time(f"E{date[1]}{date[2]} {date[3]}.0") if date else 0, "")
     if found := _AGENT.search(line):
-        return _End(L.parse_time(line), found["pid"])
+        return _End(L.parse_time(line), found["pid"] or found["ft"])
     return None
 
 
@@ -85,6 +87,9 @@ class Attempts:
         self._parser = LogParser(source)
         self._end: _End | None = None  # of the attempt that is read
         self._next = LogParser(source)  # the lines after it
+        self._another: _End | None = None  # of another torchrun: on another node, or the next one
+        self._pids: dict[int, str] = {}  # of the workers in torchrun's lists, by rank
+        self._rank = -1  # the last in such a list
 
     def wants(self, line: bytes) -> bool:
         """Return whether a line matters that is of no interest elsewhere."""
@@ -105,20 +110,46 @@ class Attempts:
         for parser in self._parsers():
             parser.add_line(line)
         if (end := _end_in(line)) is not None:
-            is_of_agent = self._end is not None and not self._end.agent and bool(end.agent)
-            self._end = self._end if is_of_agent else end
-            self._next = LogParser(self._source)
+            self._add_end(end)
+        elif self._end is not None and self._end.agent:
+            self._add_worker(L.parse_worker_field(line))
 
     def _follow(self, line: str, end: _End) -> None:
         """Begin another attempt if a line after the end of one shows it."""
         if _begins(line, end):
             self._next = LogParser(self._source)
-        elif not _is_later(line, end):
-            if not end.agent and L.parse_time(line):
-                self._next = LogParser(self._source)  # last words
-            return
-        self._parser, self._end = self._next, None
+            self._begin()
+        elif _is_later(line, end):
+            self._begin()
+        elif not end.agent and L.parse_time(line):
+            self._next = LogParser(self._source)  # last words
+
+    def _begin(self) -> None:
+        self._parser, self._end, self._another = self._next, None, None
+        self._pids = {}
         self._count += 1
+
+    def _add_end(self, end: _End) -> None:
+        if self._end is None or not end.agent:
+            self._end, self._next, self._another = end, LogParser(self._source), None
+        elif self._end.agent:
+            self._another = end
+        else:
+            self._next = LogParser(self._source)  # torchrun was ended with Slurm's job
+
+    def _add_worker(self, fields: dict[str, str]) -> None:
+        """Note a worker in torchrun's list of those that failed. A rank that two lists name with
+        different processes was started twice.
+        """
+        self._rank = int(fields.get("rank", self._rank))
+        if "pid" in fields:
+            known = self._pids.setdefault(self._rank, fields["pid"])
+            if self._another is not None and known != fields["pid"]:
+                end = self._another
+                self._begin()
+                self._end, self._pids = end, {self._rank: fields["pid"]}
+        if fields and self._another is None:
+            self._next = LogParser(self._source)  # the list belongs to the attempt that ended
 
     def columns(self) -> list[RankColumns]:
         """Return the columns of each rank in the last attempt."""

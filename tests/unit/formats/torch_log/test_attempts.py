@@ -34,18 +34,20 @@ def failed(time: str, agent: int, pid: int, code: int = 1) -> str:
     )
 
 
-SUMMARY = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-======================================================
-train.py FAILED
-------------------------------------------------------
-Failures:
-[0]:
-  time      : 2026-11-30_06:19:49
-  host      : n1
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 8502)  (SIGKILL)
-======================================================
-"""
+def summary(*workers: tuple[int, int]) -> str:
+    """Return torchrun's list of workers that failed: their ranks and pids."""
+    listed = "".join(
+        f"  time      : 2026-11-30_06:19:49\n  host      : n1\n"
+        f"  rank      : {rank} (local_rank: 1)\n  exitcode  : -9 (pid: {pid})  (SIGKILL)\n"
+        for rank, pid in workers
+    )
+    return (
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\ntrain.py FAILED\n"
+        f"Failures:\n{listed}"
+    )
+
+
+SUMMARY = summary((1, 12))
 ABORTED = "slurmstepd: error: *** JOB 1 ON n1 CANCELLED AT 2026-11-30T06:19:51"
 REQUEUED = f"{ABORTED} DUE TO JOB REQUEUE ***\n"
 PREEMPTED = f"{ABORTED} DUE TO PREEMPTION ***\n"
@@ -92,12 +94,42 @@ def test_only_the_last_attempt_counts(log: str, tmp_path: Path) -> None:
     assert verdict.looked_at.endswith(f": the last of 2 attempts in {tmp_path}/slurm-1.out")
 
 
+def test_a_rank_that_two_lists_of_failed_workers_name() -> None:
+    """Of a script that starts torchrun again, where nothing else tells that it started."""
+    first = raised(1, LOST) + failed("06:19:49", 11, 12) + summary((0, 11), (1, 12))
+    second = raised(0, "OSError: disk") + failed("06:22:49", 21, 22) + summary((0, 21), (1, 22))
+    third = raised(0, KEY) + failed("06:25:49", 31, 32) + summary((1, 32), (0, 31))
+    columns = read(first + second + third)
+    assert [(each.rank, each.exception, each.attempt) for each in columns] == [
+        (0, KEY, 3),
+        (1, "", 3),
+    ]
+    assert {each.attempt for each in read(first + second)} == {2}
+    assert read(first + raised(0, KEY))[0].attempt == 1
+
+
+def test_lists_of_several_nodes_are_of_one_attempt() -> None:
+    one = raised(1, LOST) + failed("06:19:49", 11, 12) + summary((0, 11), (1, 12))
+    other = failed("06:29:50", 31, 32) + summary((2, 31), (3, 32))
+    columns = read(one + other)
+    assert {each.attempt for each in columns} == {1}
+    assert [each.rank for each in columns] == [0, 1, 2, 3]
+
+
 def test_torchrun_starts_its_workers_again_without_a_word() -> None:
     first = raised(1, LOST) + failed("06:25:13", 11, 12)
     second = raised(1, "OSError: disk") + failed("06:25:15", 11, 14)
     third = raised(1, KEY) + failed("06:25:17", 11, 16) + SUMMARY
     [column] = read(first + second + third)
     assert (column.exception, column.attempt) == (KEY, 3)
+
+
+def test_ft_launcher_says_that_it_starts_workers_again() -> None:
+    agent = "[2026-11-30 06:40:53,520] [{}] [ft_launcher28452@vm] "
+    ended = agent.format("ERROR") + "failed (exitcode: 1) local_rank: 1 (pid: 28495) of binary: p\n"
+    again = agent.format("INFO") + "[default] 1/1 attempts left; will restart worker group\n"
+    [column] = read(raised(1, LOST) + ended + again + raised(1, KEY) + ended)
+    assert (column.exception, column.attempt) == (KEY, 2)
 
 
 def test_the_watchdog_speaks_long_after_slurm_ended_an_attempt(tmp_path: Path) -> None:
