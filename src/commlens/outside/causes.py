@@ -85,15 +85,16 @@ def _absent(job: SeenJob) -> list[Found[Missing | Working]]:
     places: dict[object, list[RankSample]] = defaultdict(list)
     for one in job.outside:
         places[_place_of(job.doing[one.rank])].append(one)
+    sides = sorted(places.values(), key=lambda each: (len(each), each[0].rank))
+    idle = [side for side in sides if not job.doing[side[0].rank].works]
     sure, doubt = _confidence(job, len(places))
-    found = [
-        _absence(job, members, sure, doubt)
-        for members in sorted(
-            places.values(),
-            key=lambda each: (job.doing[each[0].rank].works, len(each), each[0].rank),
-        )
-    ]
-    return [one for one in found if one.cause.kind == "missing"] or found
+    if not idle:
+        return [_working(job, side, doubt) for side in sides]
+    # of several worlds, any rank that waits for no other one may be where it should be
+    unsure = job.worlds.are_several and sure == "low"
+    if unsure or not all(map(job.may_hold_up_all, job.outside)):
+        return [_missing(job, idle, sure, doubt, named=False)]
+    return [_missing(job, [side], sure, doubt, named=True) for side in idle]
 
 
 def _place_of(doing: Activity) -> object:
@@ -118,34 +119,41 @@ def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
     return "medium", "members-unknown"
 
 
-def _absence(
-    job: SeenJob, members: Sequence[RankSample], sure: Confidence, doubt: Doubt | None
+def _working(
+    job: SeenJob, members: Sequence[RankSample], doubt: Doubt | None
 ) -> Found[Missing | Working]:
     doing, ranks = job.doing[members[0].rank], ranks_of(members)
-    frame = doing.frame or members[0].line
-    if doing.works:
-        working = Working(
-            kind="waiting",
-            why=doing.why,
-            root_cause=False,
-            culprits=ranks,
-            blamed_by="absence",
-            victims=ranks_of(job.stuck),
-            confidence="low",
-            ranks=ranks,
-            activity=doing_of(doing),
-            waits=job.waits(),
-        )
-        return Found("absent", working, frame, [members], doubt)
-    # of several worlds, any rank that waits for no other one may be where it should be
-    unsure = sure == "low" and job.worlds.are_several
-    culprits = ranks if all(map(job.may_hold_up_all, members)) and not unsure else []
+    working = Working(
+        kind="waiting",
+        why=doing.why,
+        root_cause=False,
+        culprits=ranks,
+        blamed_by="absence",
+        victims=ranks_of(job.stuck),
+        confidence="low",
+        ranks=ranks,
+        activity=doing_of(doing),
+        waits=job.waits(),
+    )
+    return Found("absent", working, doing.frame or members[0].line, [members], doubt)
+
+
+def _missing(
+    job: SeenJob,
+    sides: Sequence[Sequence[RankSample]],
+    sure: Confidence,
+    doubt: Doubt | None,
+    *,
+    named: bool,
+) -> Found[Missing | Working]:
+    """Return the cause of ranks that are outside of calls, each side at a place of its own."""
+    doing, ranks = job.doing[sides[0][0].rank], ranks_of(one for side in sides for one in side)
     missing = Missing(
         kind="missing",
         why=doing.why,
         root_cause=True,
-        culprits=culprits,
-        blamed_by="absence" if culprits else "undecided",
+        culprits=ranks if named else [],
+        blamed_by="absence" if named else "undecided",
         victims=ranks_of(job.stuck),
         confidence=sure,
         ranks=ranks,
@@ -156,7 +164,7 @@ def _absence(
         came=ranks_of(job.stuck),
         doubt=doubt,
     )
-    return Found("absent", missing, frame, [members], doubt)
+    return Found("absent", missing, doing.frame or sides[0][0].line, sides, doubt)
 
 
 def _unread(job: SeenJob) -> Found[Unrecorded]:

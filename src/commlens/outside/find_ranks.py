@@ -86,8 +86,7 @@ def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJo
     for world in worlds:
         near = {pid for link in links if not world.pids.isdisjoint(link) for pid in link}
         worlds += [job for job in others if job not in worlds and not near.isdisjoint(job.pids)]
-    pids = set().union(*(job.pids for job in worlds))
-    if not all(job.pids <= pids for job in jobs):
+    if any(all(job.pids.isdisjoint(world.pids) for world in worlds) for job in jobs):
         raise several
     return worlds
 
@@ -96,8 +95,9 @@ def _matching(wanted: str | None, job_name: str | None) -> tuple[list[FoundJob],
     """Return at least one job that matches, and what to raise if only one may."""
     if wanted is not None and wanted.isdecimal():
         jobs = _of_pid(int(wanted))
-        said = f"The process {wanted} started several jobs: {_choice_among(jobs)}"
-        return jobs, CommandError(said)
+        return jobs, CommandError(
+            f"The process {wanted} started several jobs: {_choice_among(jobs)}"
+        )
     jobs = [
         job
         for job in find_jobs()
@@ -107,8 +107,7 @@ def _matching(wanted: str | None, job_name: str | None) -> tuple[list[FoundJob],
     name = wanted or job_name
     about = f" that match {name!r}" if name else ""
     if jobs:
-        said = f"Several jobs{about} run on this machine: {_choice_among(jobs)}"
-        return jobs, CommandError(said)
+        return jobs, CommandError(f"Several jobs{about} run on this machine: {_choice_among(jobs)}")
     raise EvidenceError(
         f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
         " Give the pid of a rank or of its launcher."
@@ -144,8 +143,9 @@ def find_jobs(preferred: Collection[int] = ()) -> list[FoundJob]:
         if one is not None:
             key = "|".join(environ.get(name, "") for name in _SAME_JOB)
             found.setdefault(key, []).append(one)
-            named = launchers.world_of(environ, one.command.encode())
-            worlds[key] = environ.get("COMMLENS_WORLD", "") or named
+            worlds[key] = environ.get("COMMLENS_WORLD", "") or launchers.world_of(
+                environ, one.command.encode()
+            )
     for ranks in found.values():
         known = {one.rank for one in ranks if one.pid in preferred}
         ranks[:] = [one for one in ranks if one.pid in preferred or one.rank not in known]

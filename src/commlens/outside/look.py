@@ -72,8 +72,7 @@ def look_at(
         for one, of_rank in zip(ranks, zip(*looks, strict=True), strict=True)
     }
     _require_stacks(ranks, [sample.log.observation for sample in samples.values()])
-    if len(worlds) > 1:
-        _add_links(samples)
+    _add_links(samples if len(worlds) > 1 else {})
     found = [_of_world(job, [samples[one.pid] for one in job.ranks], spent) for job in worlds]
     if len(worlds) == 1:
         dumps = take_dumps(ranks)
@@ -85,8 +84,9 @@ def _require_stacks(ranks: Sequence[RankProcess], seen: Sequence[Observation]) -
     """Raise an EvidenceError if no stack could be read."""
     notes = sorted({each.stacks_note or "" for each in seen} - {""})
     if notes and not any(each.stacks for each in seen):
-        script = script_of(ranks[0].command)
-        raise EvidenceError(f"The stacks of {script} cannot be read: {notes[0]}.")
+        raise EvidenceError(
+            f"The stacks of {script_of(ranks[0].command)} cannot be read: {notes[0]}."
+        )
 
 
 def _add_links(samples: Mapping[int, RankSample]) -> None:

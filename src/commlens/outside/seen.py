@@ -15,6 +15,7 @@ from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.diagnosis.select.worlds import worlds_of
 from commlens.model.cause import CollectiveRef, Doubt, GroupRef, Wait
 from commlens.model.collective import Frame
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import End
 from commlens.model.worlds import JobWorld, Worlds
 from commlens.outside.sample import DEFAULT_GROUP, Call, HostSamples, RankSample
@@ -72,8 +73,7 @@ class SeenJob:
 
     def own_world(self, one: RankSample) -> range | None:
         """Return the ranks of a rank's world if it waits in a call of the whole world."""
-        is_own = one.call is not None and one.call.needs_world
-        return self.world_of(one.rank) if is_own else None
+        return self.world_of(one.rank) if one.call is not None and one.call.needs_world else None
 
     def _awaited(self, some: Sequence[RankSample]) -> list[RankSample]:
         """Return the ranks for which ranks that are stuck may wait: those of their world, if they
@@ -97,8 +97,9 @@ class SeenJob:
             each.call is None or not each.call.by_hand or one.rank not in self.world_of(each.rank)
             for each in stuck
         )
-        all_may = all(self._may_need(each, one) for each in stuck)
-        return self.is_needed(one) or (is_shown and all_may)
+        return self.is_needed(one) or (
+            is_shown and all(self._may_need(each, one) for each in stuck)
+        )
 
     def _may_need(self, stuck: RankSample, one: RankSample) -> bool:
         return one.rank in self.world_of(stuck.rank) or (
@@ -126,18 +127,16 @@ class SeenJob:
 
 def _worlds_on(hosts: Sequence[HostSamples]) -> tuple[Worlds, list[tuple[JobWorld, HostSamples]]]:
     """Return the worlds that the hosts have seen, and the world of each host's samples."""
-    parts: dict[str, list[HostSamples]] = defaultdict(list)
     # hosts with one world each may call the place where it meets by several names
-    several = len({host.host for host in hosts}) < len(hosts)
-    for host in hosts:
-        if host.samples or not several:
-            parts[host.world if several else ""].append(host)
+    ranks = [one.rank for host in hosts for one in host.samples]
+    if len({host.host for host in hosts}) == len(hosts) and len({*ranks}) == len(ranks):
+        one = JobWorld("", 0, _size_of(hosts))
+        return Worlds((one,)), [(one, host) for host in hosts]
+    parts = grouped((host.world, host) for host in hosts if host.samples)
     logs = [[one.log for host in part for one in host.samples] for part in parts.values()]
-    sizes = [_size_of(part) for part in parts.values()]
-
-    worlds = worlds_of(logs, sizes) if len(parts) > 1 else Worlds((JobWorld("", 0, sum(sizes)),))
-    of_hosts = zip(worlds.worlds, parts.values(), strict=False)
-    return worlds, [(world, host) for world, part in of_hosts for host in part]
+    worlds = worlds_of(logs, [*map(_size_of, parts.values())])
+    of_key = dict(zip(parts, worlds.worlds, strict=True))
+    return worlds, [(of_key[key], host) for key, part in parts.items() for host in part]
 
 
 def _size_of(hosts: Sequence[HostSamples]) -> int:

@@ -150,14 +150,13 @@ def _job_words(job: SeenJob) -> str:
     sees which job it is.
     """
     samples = job.samples
-    scripts = [one.log.script for one in samples if one.log.script][:1]
-    of = [f" of {each}" for each in scripts]
-    if job.worlds.are_several:
-        of = [f" of {joined(world.name for world in job.worlds.worlds)}"]
+    several = [joined(world.name for world in job.worlds.worlds)] if job.worlds.are_several else []
+    named = [*several, *(one.log.script for one in samples if one.log.script), ""]
+    of = f" of {named[0]}" * bool(named[0])
     by_host: dict[str, list[str]] = defaultdict(list)
     for one in samples[:_MOST_PIDS]:
         by_host[one.log.host].append(str(one.log.pid))
     pids = "; ".join(f"{joined(pids)} on {host}" for host, pids in by_host.items())
     more = ", ..." if len(samples) > _MOST_PIDS else ""
     where = f" ({'pid' if len(samples) == 1 else 'pids'} {pids}{more})" if pids else ""
-    return f"{count(len(samples), 'rank')} of {job.size}{''.join(of)}{where}"
+    return f"{count(len(samples), 'rank')} of {job.size}{of}{where}"

@@ -113,8 +113,7 @@ def _sides_of_a_world(job: SeenJob) -> Found[Any] | None:
     """
     for world in job.worlds.worlds if job.worlds.are_several else ():
         members = [one for one in job.stuck if one.rank in world.numbers]
-        whole = len(members) == world.size
-        if whole and all(one.call is not None and one.call.needs_world for one in members):
+        if len(members) == world.size and all(map(job.own_world, members)):
             found = _sides(job, members)
             if found.seen == "sides":
                 return found

@@ -122,7 +122,8 @@ def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
     if found.cause.kind == "waiting":
         did = f"{ranks_and_verb(ranks, 'works', 'work')} in {at or 'code without a Python frame'}"
     else:
-        did = f"{ranks_phrase(ranks)} {activity_words(doing, ranks)}"
+        stand = [(ranks_of(side), job.doing[side[0].rank]) for side in found.sides]
+        did = joined(f"{ranks_phrase(some)} {activity_words(each, some)}" for some, each in stand)
         if doing.state in ("stopped", "debugged") and doing.frame is not None:
             did += f" at {at}"
     doubt = _DOUBTS[found.doubt] if found.doubt is not None else None
@@ -153,6 +154,8 @@ def _absence_step(job: SeenJob, found: Found[Missing | Working]) -> str:
         return (
             "look again with --window 60: a rank that works for very long may be in an endless loop"
         )
+    if len(found.sides) > 1:
+        return f"find out whether {ranks_phrase(found.cause.ranks)} are members of the group"
     where = doing.frame.function if doing.frame is not None else "its stack"
     return (
         f"look at {where} on {rank_phrase(one.rank)} (pid {log.pid} on {log.host});"

@@ -84,6 +84,8 @@ def test_hosts_with_one_world_each_have_the_same() -> None:
     other = HostSamples("n2", [sample(1, BARRIER)], 2, world="n1|1")
     job = SeenJob([one, other])
     assert (job.ranks, job.size, bool(job.worlds)) == ([0, 1], 2, False)
+    alike = HostSamples("n2", [sample(0, BARRIER)], 2, world="n1|2")
+    assert SeenJob([one, alike]).ranks == [0, 2], "two hosts with a rank 0 each have two worlds"
     of_two = two_worlds([BARRIER], [BARRIER], "t0-r0")
     second = HostSamples("n2", [sample(1, BARRIER)], 2, world="trainer")
     lost = HostSamples("n3", notes=["n3 did not answer"])
