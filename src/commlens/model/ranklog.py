@@ -262,11 +262,6 @@ class RankLog(msgspec.Struct):
         return self.issued > (self.collectives[-1].index if self.collectives else 0)
 
     @property
-    def peers(self) -> set[int]:
-        """The ranks of all groups in its records."""
-        return {rank for op in (*self.setups, *self.collectives) for rank in op.channel.group.ranks}
-
-    @property
     def current_collective(self) -> Collective | None:
         """The oldest collective in flight, otherwise the last one."""
         return next(

@@ -38,11 +38,14 @@ class Outsider(msgspec.Struct, frozen=True):
 
 
 class NearProcess(msgspec.Struct, frozen=True):
-    """A process without a record that is connected with members of a group made by hand."""
+    """A process that is connected with members of a group made by hand, and has no record in their
+    job.
+    """
 
     pid: int
     command: str
     numbers: tuple[int, ...]  # of the members that it is connected with
+    recorded: bool = False  # as another job
     frame: Frame | None = None  # where it stands
 
 

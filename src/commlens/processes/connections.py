@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -68,10 +69,8 @@ def _connections_of(pid: int) -> Iterator[tuple[str, TcpRow]]:
     this host.
     """
     inodes = socket_inodes(pid)
-    try:
+    with contextlib.suppress(OSError):  # it has ended
         namespace = os.readlink(f"/proc/{pid}/ns/net") if inodes else ""  # noqa: PTH115
-    except OSError:
-        return
-    for row in tcp_rows(pid) if inodes else ():
-        if row.inode in inodes and row.state == ESTABLISHED:
-            yield (namespace if row.local.startswith(_LOOPBACK) else ""), row
+        for row in tcp_rows(pid) if inodes else ():
+            if row.inode in inodes and row.state == ESTABLISHED:
+                yield (namespace if row.local.startswith(_LOOPBACK) else ""), row

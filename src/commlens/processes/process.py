@@ -31,6 +31,7 @@ _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT: Final = 1 << 3
 _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
+_BOX: Final = re.compile(rb"/rank\d+\.\d+\.box\b")
 _COMMAND_MAX: Final = 80
 _CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
 _DESCENDANTS_MAX: Final = 256
@@ -225,9 +226,18 @@ def runs_python(pid: int) -> bool:
 
 def has_torch(pid: int) -> bool:
     """Return whether a process has loaded torch."""
+    return _has_mapped(pid, re.compile(b"libtorch"))
+
+
+def keeps_box(pid: int) -> bool:
+    """Return whether a process is recorded, or is the child of one that is."""
+    return _has_mapped(pid, _BOX)
+
+
+def _has_mapped(pid: int, name: re.Pattern[bytes]) -> bool:
     try:
         with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
-            return any(b"libtorch" in line for line in maps)
+            return any(name.search(line) for line in maps)
     except OSError:
         return False
 

@@ -174,14 +174,23 @@ def near_processes(logs: Sequence[RankLog]) -> tuple[NearProcess, ...]:
     """
     here = {log.pid: log for log in logs if log.host == os.uname().nodename}
     unknown = {each.number for each in logs[0].worlds.outsiders if each.size}
-    members = {pid: log.rank for pid, log in here.items() if unknown & log.peers}
+    members = {
+        pid: log.rank
+        for pid, log in here.items()
+        if any(unknown.intersection(op.channel.group.ranks) for op in log.setups + log.collectives)
+    }
     links = links_between([*members, *_unrelated({*here})] if members else ())
     ends = [end for link in links for end in (link, link[::-1])]
     found = grouped((pid, members[end]) for pid, end in ends if end in members)
-    near = sorted(found.keys() - members)[:_NEAR_MAX]
     return tuple(
-        NearProcess(pid, script_of(process.command_line(pid)), tuple(found[pid]), _line_of(pid))
-        for pid in near
+        NearProcess(
+            pid,
+            script_of(process.command_line(pid)),
+            tuple(found[pid]),
+            process.keeps_box(pid),
+            _line_of(pid),
+        )
+        for pid in sorted(found.keys() - members)[:_NEAR_MAX]
     )
 
 

@@ -112,3 +112,20 @@ def test_memory_in_swap_space(monkeypatch: pytest.MonkeyPatch) -> None:
     status = "Name:\tpython\nVmData:\t  50 kB\nVmSwap:\t    2048 kB\nHugetlbPages:\t0 kB\n"
     monkeypatch.setattr(process, "read_text", lambda _: status)
     assert process.swapped_bytes(7) == 2048 * 1024
+
+
+def test_a_process_that_is_recorded_has_its_box_mapped(tmp_path: Path) -> None:
+    code = (
+        "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0);"
+        " print(flush=True); sys.stdin.read()"
+    )
+    for name, recorded in (("rank0.77.box", True), ("rank0.77.boxes", False)):
+        (tmp_path / name).write_bytes(bytes(4096))
+        command = [sys.executable, "-c", code, str(tmp_path / name)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert process.keeps_box(child.pid) is recorded
+            child.communicate()
+    assert not process.keeps_box(child.pid), "it has ended"

@@ -209,6 +209,7 @@ def test_processes_that_are_connected_with_ranks_whose_group_lacks_members(
         monkeypatch.setattr(strangers, "_line_of", lambda _: None)
         (found,) = near_processes([log])
         assert (found.pid, found.numbers, found.command) == (near.pid, (0,), INLINE_CODE)
+        assert not found.recorded
         elsewhere = msgspec.structs.replace(log, host="another")
         in_no_group = msgspec.structs.replace(log, setups=[])
         assert near_processes([elsewhere]) == near_processes([in_no_group]) == ()

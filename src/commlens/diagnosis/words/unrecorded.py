@@ -45,12 +45,15 @@ def words(context: Context, case: Case[Unrecorded]) -> Words:
 
 
 def _near(worlds: Worlds) -> list[str]:
-    """Return what is known of processes without a record that may be members of a group."""
+    """Return what is known of processes of no known world that may be members of a group."""
     if worlds.near == ():
-        return ["No process on this host that has loaded torch and is not recorded is connected."]
+        return [
+            "No other process on this host that has loaded torch is connected with its members."
+        ]
     return [
-        f"Process {near.pid} on this host ({near.command}) is not recorded by commlens, and is"
-        f" connected with {ranks_phrase(near.numbers)}"
+        f"Process {near.pid} on this host ({near.command}) is"
+        + (" recorded by commlens as another job" if near.recorded else " not recorded by commlens")
+        + f", and is connected with {ranks_phrase(near.numbers)}"
         + (f": it is in {frame_phrase(near.frame)}." if near.frame is not None else ".")
         for near in worlds.near or ()
     ]

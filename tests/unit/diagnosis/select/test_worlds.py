@@ -132,20 +132,23 @@ def test_one_world_alone_blames_no_rank_of_it() -> None:
     ("near", "said"),
     [
         (None, ""),
-        ((), "No process on this host that has loaded torch and is not recorded is connected."),
+        (
+            (),
+            "No other process on this host that has loaded torch is connected with its members.",
+        ),
         (
             (
                 NearProcess(
-                    77, "rl.py rollout", (0,), Frame("/home/me/rl.py", 25, "wait_for_batch")
+                    77, "rl.py rollout", (0,), frame=Frame("/home/me/rl.py", 25, "wait_for_batch")
                 ),
             ),
             "Process 77 on this host (rl.py rollout) is not recorded by commlens, and is connected"
             " with rank 0: it is in rl.py:25 wait_for_batch.",
         ),
         (
-            (NearProcess(77, "rl.py", (0,)),),
-            "Process 77 on this host (rl.py) is not recorded by commlens, and is connected with"
-            " rank 0.",
+            (NearProcess(77, "rl.py", (0,), recorded=True),),
+            "Process 77 on this host (rl.py) is recorded by commlens as another job, and is"
+            " connected with rank 0.",
         ),
     ],
 )
