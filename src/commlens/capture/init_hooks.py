@@ -115,6 +115,11 @@ def hook_init(listener: Callable[[], Any]) -> None:
         device_mesh.init_device_mesh, "before_mesh"
     )
 
+    if hasattr(dist.ProcessGroup, "reconfigure"):  # from torch 2.15 on
+        dist.ProcessGroup.reconfigure = hooked(
+            dist.ProcessGroup.reconfigure, "before_reconfigure", names=("group", "opts")
+        )
+
     def registered(process_group: Any) -> None:
         if (current := listener()) is not None:
             safely(current.backend_registered, process_group)

@@ -76,6 +76,11 @@ class NativeGroups(Groups):
         super().started_again()
         self._engine.forget_groups()
 
+    def reconfigured(self, process_group: Any) -> None:
+        """Forget a group that got other members."""
+        super().reconfigured(process_group)
+        self._engine.forget_groups()
+
     def renamed(self, channel: LiveChannel) -> None:
         """Describe a channel anew: its group got another name."""
         super().renamed(channel)

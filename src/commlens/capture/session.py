@@ -30,6 +30,7 @@ from commlens.tap.hand_made import (
     membership,
     note_backend,
     note_by_hand,
+    note_generation,
     store_address,
     store_name,
 )
@@ -287,6 +288,18 @@ class TorchEvents:
             dist.get_world_size() if dist.is_initialized() else 0,
         )
         return lambda *_: self.recording.setups.mesh_ended()
+
+    def before_reconfigure(self, given: dict[str, Any]) -> After:
+        """A living group gets other members."""
+        group, uuid = given["group"], int(given["opts"].uuid)
+
+        def after(raised: bool, _: Any) -> None:
+            if not raised:
+                note_generation(group, uuid)
+                if self.recording.is_recording:
+                    self.recording.recorder.groups.reconfigured(group)
+
+        return after
 
     def before_split(self, given: dict[str, Any]) -> After:
         """``split_group`` was called."""

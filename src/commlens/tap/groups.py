@@ -291,6 +291,13 @@ class Groups:
         }
         self.mesh_dims = {}
 
+    def reconfigured(self, process_group: Any) -> None:
+        """Forget a group that got other members: its next op is the first one of another group."""
+        with self._lock:
+            group = self._by_id.pop(id(process_group), None)
+            if group is not None:
+                self.by_name.pop(group.name, None)
+
     def before_destroy(self) -> None:
         """Look up all groups while their incarnation is the present one: a program may go on to use
         a group that it has destroyed.

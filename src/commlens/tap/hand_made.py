@@ -26,6 +26,8 @@ _stores: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 """Group -> its store, for a torch whose groups do not tell it (2.6)."""
 _by_hand: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()
 """Groups for which the program called torch's helper itself."""
+_generations: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
+"""Group that got other members while it lived -> a name of its members that all of them know."""
 _counts: Counter[tuple[str, int]] = Counter()
 
 
@@ -69,14 +71,22 @@ def note_by_hand(process_group: Any) -> None:
     _by_hand[process_group] = True
 
 
+def note_generation(process_group: Any, uuid: int) -> None:
+    """Note that ``reconfigure`` gave a group other members, which torch's maps do not tell."""
+    _generations[process_group] = f"{process_group.group_name}/generation-{uuid}"
+
+
 def hand_made(process_group: Any, world: Any) -> Membership | None:
-    """Return what is known of a group that was made by hand; None for a group that torch made.
+    """Return what is known of a group that was made by hand, or that has other members than when
+    torch made it; None for any other group that torch made.
 
     Args:
         process_group: the group.
         world: ``distributed_c10d._world``.
     """
     default = world.default_pg
+    if (generation := _generations.get(process_group)) is not None:
+        return Membership(process_group.rank(), process_group.size(), generation, 0)
     if process_group is default:
         return None
     mapping = world.pg_group_ranks.get(process_group)
