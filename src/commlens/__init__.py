@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RanksFailed,
         SelectionError,
     )
+    from commlens.launch.debug_handler import DebugHandler
     from commlens.launch.recording import disable, dump, enable, expect_slow, verify, world
     from commlens.model.verdict import Verdict
     from commlens.numbers.checks import check_numbers, must_agree, must_differ
@@ -40,6 +41,7 @@ __all__ = [
     "CommandError",
     "CommlensError",
     "ConfigError",
+    "DebugHandler",
     "DistributedOperationException",
     "DumpError",
     "EvidenceError",
@@ -83,6 +85,7 @@ _ERRORS = (
 )
 _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "CommDebugMode": "tracing.comm_debug.mode",
+    "DebugHandler": "launch.debug_handler",
     "Trace": "traces.trace",
     "Verdict": "model.verdict",
     "check_numbers": "numbers.checks",
