@@ -37,9 +37,11 @@ from commlens.model.collective import Frame  # noqa: E402
 from commlens.model.ranklog import RankLog  # noqa: E402
 from commlens.speed import pace  # noqa: E402
 from commlens.speed.device_times import TransferTrend  # noqa: E402
+from commlens.watch.slowness import profile_seconds  # noqa: E402
 
 BEGINS_S = 30.0
 UNTIL_S = 110.0
+SAMPLES_PER_S = 50  # of the stacks, by py-spy
 KINDS = {
     "device": "slow-device",
     "host": "data-loading",
@@ -140,9 +142,10 @@ def why_of(job: DeviceJob, slow: pace.SlowRanks, logs: Sequence[RankLog]) -> str
     for rank in (slow.ranks[0], other):
         share = job.load_s / job.step_s
         if job.fault is not None and job.fault.kind == "host" and rank == job.fault.rank:
-            share = 1 - 1 / job.fault.factor
-        hits = sum(sampled.random() < share for _ in range(200))
-        profiles[rank] = Counter({(load,): hits, (wait,): 200 - hits})
+            share = (share + job.fault.factor - 1) / job.fault.factor
+        samples = SAMPLES_PER_S * profile_seconds(slow.cost)
+        hits = sum(sampled.random() < share for _ in range(samples))
+        profiles[rank] = Counter({(load,): hits, (wait,): samples - hits})
     why = find_straggler(slow, logs, profiles, range(job.ranks)).cause.why
     return "data-loading" if why == "user-code" else str(why)
 

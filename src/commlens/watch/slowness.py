@@ -19,7 +19,7 @@ from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import Observer
-from commlens.processes.pyspy import InBackground, Profile, take_profile
+from commlens.processes.pyspy import PROFILE_S, InBackground, Profile, take_profile
 from commlens.speed.device_times import TransferTrend
 from commlens.speed.pace import (
     MIN_COST_ON_DEVICE,
@@ -56,6 +56,7 @@ _SLOWER: Final = 1.3
 _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
 _RECENT: Final = 12
+_LONGEST_PROFILE_S: Final = 20
 
 
 class Line(NamedTuple):
@@ -250,7 +251,7 @@ class Slowness:
         others = [rank for rank in pids if rank not in slow.ranks]
         self._profiles = {
             rank: InBackground(
-                partial(take_profile, pids[rank], classify),
+                partial(take_profile, pids[rank], classify, duration_s=profile_seconds(slow.cost)),
                 lambda _: Counter(),  # the verdict comes without it
             )
             for rank in (slow.ranks[0], *others[:1])
@@ -318,6 +319,13 @@ class Slowness:
                 of_this_node=True,
             )
         ]
+
+
+def profile_seconds(cost: float) -> int:
+    """Return for how long to sample stacks, so that ranks who differ by a share of the time are
+    told from those who differ by chance: the smaller the share, the more samples.
+    """
+    return min(_LONGEST_PROFILE_S, max(PROFILE_S, round(0.1 / cost**2)))
 
 
 def _is_recorded(member: Member) -> bool:
