@@ -71,7 +71,7 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clusters: $(VENV)/.clusters ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
-	COMMLENS_TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters -rs --durations=10 $(ARGS)
+	TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters -rs --durations=10 $(ARGS)
 
 # The schemas of Kubernetes and of Kubeflow's trainer; and NVIDIA's resiliency extension, in an environment that adds only it: its
 # dependency pynvml makes torch warn.

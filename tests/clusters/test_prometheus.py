@@ -327,8 +327,8 @@ def test_the_script_of_the_docs_sends_the_verdict_on_a_death_to_alertmanager(
         COMMLENS_JOB="run-8", ALERTMANAGER=monitoring.alertmanager,
     )  # fmt: skip
     assert job.wait(90) != 0
-    wait_until(lambda: bool(monitoring.paged("JobFailed")), "the page")
-    page = monitoring.paged("JobFailed")
+    wait_until(lambda: bool(monitoring.paged("TrainingVerdict")), "the page")
+    page = monitoring.paged("TrainingVerdict")
     assert page["labels"]["job_name"].endswith("-run-8")
     assert (page["labels"]["kind"], page["labels"]["action"]) == ("dead", "retry")
     assert "rank 1 died of SIGKILL" in page["annotations"]["summary"]

@@ -18,7 +18,7 @@ from conftest import REPOSITORY
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
-FT_LAUNCHER = Path(os.environ.get("COMMLENS_TEST_FT_LAUNCHER") or REPOSITORY / "absent")
+FT_LAUNCHER = Path(os.environ.get("TEST_FT_LAUNCHER") or REPOSITORY / "absent")
 
 CRASHES = """
 import os, signal
