@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from chosen import long
 
 from commlens.numbers import batches, measuring
 from commlens.numbers.batches import Batch, Key, elements_of
@@ -50,7 +51,7 @@ def fitting(dtype: torch.dtype, sizes: list[int], line: int) -> list[torch.Tenso
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("line", [SHORT, ROW])
-@pytest.mark.parametrize("words_at_once", [1, 2, 128])
+@pytest.mark.parametrize("words_at_once", [1, long(2), 128])
 def test_the_hash_does_not_depend_on_what_is_measured_together(
     dtype: torch.dtype, line: int, words_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,14 +67,15 @@ def test_a_type_of_half_a_word_that_fills_a_row_and_more() -> None:
     assert batches.key_of(on_device[1:]).line == SHORT
 
 
-def test_views() -> None:
+def test_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "_WORDS_AT_ONCE", 2 * ROW)
     base = torch.randn(301, 70)
     for dtype in (torch.float32, torch.bfloat16):
         whole = base.to(dtype)
         views = [whole.t(), whole[1:, 1:], whole[3, 3], whole.view(-1)[1:], whole.view(-1)[::3]]
         assert [digest for digest, _ in together(views, SHORT)] == [alone(each) for each in views]
-    long = torch.randn(130 * ROW + 1)
-    for view in (long, long[1:], long[2:]):
+    several = torch.randn(4 * ROW + 1)
+    for view in (several, several[1:], several[2:]):
         assert together([view], ROW)[0][0] == alone(view)
 
 
