@@ -415,3 +415,28 @@ def test_the_autoload_module_has_nothing_at_its_top_that_could_fail():
         "Import",
         "FunctionDef",
     ]
+
+
+def imported_at_the_top(path: Path) -> set[str]:
+    """The modules that an import of this file imports, but for those that only types need."""
+    tops = [
+        node
+        for node in tree_of(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)
+    ]
+    lines = {line for node in tops for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    return {module for module, line in imports(path) if line in lines}
+
+
+def test_a_watcher_at_rest_needs_no_numpy():
+    """It runs beside each job, and diagnoses only when something is wrong."""
+    files = {module_name(path): path for path in FILES}
+    todo, seen = ["commlens.watch.watcher"], set[str]()
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += imported_at_the_top(files[module]) if module in files else ()
+            todo += [module.rpartition(".")[0]] if "." in module else ()
+    assert "commlens.diagnosis.live" in seen
+    assert not {"numpy", "torch", "rich"} & seen
