@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from seen_ranks import FUNCTIONAL, call, frame, sample, seen_on, stay
+from seen_ranks import FUNCTIONAL, call, frame, sample, seen_on, stay, synced, two_worlds
 
 from commlens.model.cause import (
     Cause,
@@ -44,6 +44,18 @@ def test_ranks_at_two_places_are_two_causes_and_none_is_sure() -> None:
     found = causes(WAITS, WAITS, WAITS, stay("load_batch", 57), stay("evaluate", 60))
     assert [one.culprits for one in found] == [[3], [4]]
     assert {one.doubt for one in found if isinstance(one, Missing)} == {"many-outside"}
+
+
+def test_ranks_of_two_worlds_at_two_places_are_one_cause_that_names_none() -> None:
+    stuck = [synced(81), call("barrier", 90)]
+    (found,) = find_causes(SeenJob(two_worlds(stuck, [stay("load", 57), stay("serve", 60)])))
+    assert isinstance(found.cause, Missing)
+    assert (found.cause.ranks, found.cause.culprits, found.cause.blamed_by) == (
+        [2, 3],
+        [],
+        "undecided",
+    )
+    assert len(found.sides) == 2
 
 
 def test_a_rank_that_works_may_yet_arrive() -> None:

@@ -285,3 +285,10 @@ def test_a_group_made_by_hand_may_have_members_elsewhere(tmp_path: Path):
     alone = verdict(waits, stay("load", 57), waits)
     assert (alone.kind, alone.culprits, alone.confidence) == ("missing", [], "low")
     assert verdict(waits, stay("load", 57), call("barrier", 90)).culprits == [1]
+    at_two_places = verdict(waits, stay("main", 20), stay("load", 57))
+    (finding,) = at_two_places.findings
+    assert (finding.culprits, finding.confidence) == ([], "low")
+    assert finding.summary.startswith(
+        "rank 1 is in train.py:20 main and rank 2 is in train.py:57 load; rank 0 waits in all_reduce"
+    )
+    assert finding.next_step == "find out whether ranks 1-2 are members of the group"
