@@ -141,8 +141,14 @@ def _worlds_on(hosts: Sequence[HostSamples]) -> tuple[Worlds, list[tuple[JobWorl
 
 def _size_of(hosts: Sequence[HostSamples]) -> int:
     """Return the size of a world."""
-    sizes = [host.world_size for host in hosts]
-    return max([*sizes, *(one.rank + 1 for host in hosts for one in host.samples)], default=0)
+    return max(
+        (
+            each
+            for host in hosts
+            for each in (host.world_size, *(one.rank + 1 for one in host.samples))
+        ),
+        default=0,
+    )
 
 
 def _numbered(one: RankSample, world: JobWorld, worlds: Worlds) -> RankSample:

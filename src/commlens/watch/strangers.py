@@ -205,8 +205,13 @@ def _unrelated(recorded: set[int]) -> list[int]:
 
 
 def _line_of(pid: int) -> Frame | None:
-    threads = pyspy.take(pid, lambda file: frame_kind(file, [])).threads
-    return user_frame(threads[0].stack.frames) if threads else None
+    return next(
+        (
+            user_frame(each.stack.frames)
+            for each in pyspy.take(pid, lambda file: frame_kind(file, [])).threads
+        ),
+        None,
+    )
 
 
 def why_unrecorded(pid: int, *, joined: bool) -> str:

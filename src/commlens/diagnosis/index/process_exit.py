@@ -181,8 +181,15 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
         how="raised",
         error=_shortened_error(log.told_error),
         suggests_mismatch=is_mismatch_error(exception),
-        unspecific=unspecific,
+        unspecific=unspecific or (not of_torch and _lacks_group(log)),
     )
+
+
+def _lacks_group(log: RankLog) -> bool:
+    """Return whether the last group was not made: a program may go on without it, and fail later,
+    if a peer has ended meanwhile.
+    """
+    return any(op.state is State.FAILED for op in log.setups[-1:])
 
 
 def _follows_peer(log: RankLog, name: str, *, may: bool, of_torch: bool) -> bool:

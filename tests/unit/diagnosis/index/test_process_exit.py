@@ -8,6 +8,7 @@ import pytest
 from builders import Job, S, Stay, Step, all_reduce
 from goldens import hold
 from judging import judge
+from starting_ranks import call
 
 from commlens.model.collective import Frame, State
 from commlens.model.ranklog import End, Observation, RankLog
@@ -130,3 +131,30 @@ def test_an_error_of_its_own_after_a_failed_collective_is_a_cause(
 ) -> None:
     found = judge(of_a_wrapper(later_step=later_step, error=error))
     assert (found.kind, found.culprits) == ("dead", [0])
+
+
+@pytest.mark.parametrize(
+    ("other_exits", "created", "culprits"),
+    [(True, State.FAILED, [0]), (False, State.FAILED, [1]), (True, State.COMPLETED, [0, 1])],
+)
+def test_what_a_program_raises_without_its_group_tells_no_cause(
+    other_exits: bool, created: State, culprits: list[int]
+) -> None:
+    """Rank 0 ends while the ranks make a group in a thread; rank 1 then lacks it."""
+
+    def program(job: Job, _: int) -> Iterator[object]:
+        for _ in range(6):
+            yield all_reduce(job.world, line=40)
+
+    job = Job(2).run(program)
+    logs = job.logs()
+    made = call("new_group", (0, 1), 30)
+    made.state = created
+    logs[1].setups, logs[1].exception = [made], "IndexError: list index out of range"
+    logs[1].exception_stack = (Frame("/home/me/train.py", 203, "quorums"),)
+    logs[1].observation = Observation(End.FAILED, 1, ended_ns=job.now + S)
+    if other_exits:
+        logs[0].observation = Observation(End.FAILED, 7, ended_ns=job.now)
+    found = judge(logs)
+    roots = {rank for one in found.findings if one.root_cause for rank in one.culprits}
+    assert sorted(roots) == culprits
