@@ -73,11 +73,13 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 clusters: $(VENV)/.clusters ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
 	TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters -rs --durations=10 $(ARGS)
 
-# The schemas of Kubernetes and of Kubeflow's trainer; and NVIDIA's resiliency extension, in an environment that adds only it: its
+# The schemas of Kubernetes and of Kubeflow's trainer; OpenTelemetry's packages; and NVIDIA's resiliency extension, in an environment that adds only it: its
 # dependency pynvml makes torch warn.
 $(VENV)/.clusters: $(VENV)/.ready
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check kubernetes-validate kubeflow_trainer_api --constraint constraints.txt \
 		|| echo "The schemas of Kubernetes could not be installed: their tests will be skipped."
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check opentelemetry-exporter-otlp-proto-http opentelemetry-sdk --constraint constraints.txt \
+		|| echo "OpenTelemetry's packages could not be installed: their tests will be skipped."
 	@rm -rf $(VENV)-nvrx && $(VENV)/bin/python -m venv $(VENV)-nvrx
 	@$(VENV)/bin/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
 		> $$($(VENV)-nvrx/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth

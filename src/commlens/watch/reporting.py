@@ -30,6 +30,7 @@ from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase, sentence
 from commlens.watch.alerts.alerts import Alerts
+from commlens.watch.alerts.otlp import OtlpExporter
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
@@ -356,6 +357,7 @@ class Reporter:
         self._host = os.uname().nodename
         self._stalled_after_s = min(1.0, settings.stall_ceiling_s / 2)
         self._alerts = Alerts(settings, self._host, self.say)
+        self.otlp = OtlpExporter(settings.job or folders[0].name, self._host, self.say)
         self._to_send: Verdict | None = None
         self.counts: Counter[str] = Counter()  # verdicts printed, by kind
 
@@ -550,10 +552,13 @@ class Reporter:
         self._alerts.send(
             verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump
         )
+        self.otlp.send(verdict, dump)
 
     def close(self) -> None:
-        """Wait a few seconds for the commands that got verdicts."""
+        """Wait a few seconds for the commands that got verdicts, and for OTLP."""
+        self.otlp.end()
         self._alerts.close(ALERTS_END_S)
+        self.otlp.wait()
 
     def _save_dump(self, reason: str) -> None:
         settings = self._settings

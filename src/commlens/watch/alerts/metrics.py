@@ -1,7 +1,7 @@
-"""Gauges and counters of a running job for Prometheus: a file for the node exporter.
+"""Gauges and counters of a running job: a file for Prometheus' node exporter, and OTLP.
 
-prometheus_client (``pip install prometheus-client``) formats them; it is imported only if a setting
-asks for metrics.
+prometheus_client (``pip install prometheus-client``) formats the file; it is imported only if a
+setting asks for one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from commlens.health.changes import WORKING
 from commlens.model.health import THERMAL_REASONS, Values
 from commlens.speed.pace import Pace
 from commlens.speed.step_times import measure_traffic
+from commlens.watch.alerts.otlp import Metric
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Member
 from commlens.watch.slowness import Slowness
@@ -27,7 +28,7 @@ WRITE_EVERY_S: Final = 15.0
 
 
 class Metrics:
-    """Writes the metrics if the settings ask for them.
+    """Writes the metrics if the settings ask for them, and passes them on to OTLP.
 
     Args:
         settings: ``metrics_file``.
@@ -76,13 +77,18 @@ class Metrics:
             hardware_now: the newest values of the hardware, by source.
         """
         now = time.monotonic()
-        if self._file is None or now < self._due:
+        otlp = self._reporter.otlp
+        if now < self._due or (self._file is None and "METRICS" not in otlp.signals):
+            return
+        self._due = now + WRITE_EVERY_S
+        table = self._table(members, stall, slowness, not_compared, hardware, hardware_now)
+        if "METRICS" in otlp.signals:
+            otlp.update(table)
+        if self._file is None:
             return
         import prometheus_client
 
-        self._due = now + WRITE_EVERY_S
-        table = self._table(members, stall, slowness, not_compared, hardware, hardware_now)
-        self._families = [self._family(*row) for row in table]
+        self._families = [self._family(metric) for metric in table]
         try:
             prometheus_client.write_to_textfile(str(self._file), self._registry)
         except OSError as error:
@@ -97,11 +103,8 @@ class Metrics:
         not_compared: int,
         hardware: Mapping[str, int],
         hardware_now: Mapping[str, Values],
-    ) -> tuple[tuple[Any, str, str, str, Mapping[Any, float]], ...]:
-        """Return each metric: its kind, name, text and label, and the values by label."""
-        from prometheus_client.core import CounterMetricFamily as Counter
-        from prometheus_client.core import GaugeMetricFamily as Gauge
-
+    ) -> tuple[Metric, ...]:
+        """Return each metric with its values."""
         pace = slowness.last
         slow = slowness.verdict.culprits if slowness.verdict is not None else []
         status = {
@@ -111,108 +114,112 @@ class Metrics:
         }
         traffic = measure_traffic(slowness.logs)
         return (
-            (
-                Counter,
+            Metric(
+                "counter",
                 "collectives",
                 "Collectives that a rank has issued.",
                 "rank",
                 {r: each.issued for r, each in status.items()},
             ),
-            (
-                Counter,
+            Metric(
+                "counter",
                 "steps",
                 "Optimizer steps that a rank has completed.",
                 "rank",
                 {r: each.steps for r, each in status.items()},
             ),
-            (
-                Counter,
+            Metric(
+                "counter",
                 "verdicts",
                 "Verdicts that the watcher has printed.",
                 "kind",
                 self._reporter.counts,
             ),
-            (
-                Counter,
+            Metric(
+                "counter",
                 "records_not_compared",
                 "Records that came too fast to be compared.",
                 "",
                 {"": not_compared},
             ),
-            (
-                Counter,
+            Metric(
+                "counter",
                 "hardware_changes",
                 "Changes of the node's hardware that may stop or slow a job.",
                 "fault",
                 hardware,
             ),
-            (Gauge, "link_up", "1 for a network port that works.", "port", _links(hardware_now)),
-            (
-                Gauge,
+            Metric(
+                "gauge", "link_up", "1 for a network port that works.", "port", _links(hardware_now)
+            ),
+            Metric(
+                "gauge",
                 "gpu_temperature_celsius",
                 "Of a GPU, by its PCI address.",
                 "gpu",
                 _gpus(hardware_now, "temperature_c"),
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "gpu_throttled",
                 "1 for a GPU whose clock is lowered because of heat or power.",
                 "gpu",
                 _throttled(hardware_now),
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "oldest_wait_seconds",
                 "Age of the oldest suspicious wait.",
                 "",
                 {"": (time.monotonic_ns() - stall.since_ns) / 1e9 if stall is not None else 0.0},
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "stuck",
                 "1 while ranks wait of which a verdict says that they are stuck.",
                 "kind action",
                 _stuck(stall),
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "step_seconds",
                 "Time of an optimizer step.",
                 "",
                 {"": pace.step_s} if pace is not None else {},
             ),
-            (Gauge, "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)),
-            (
-                Gauge,
+            Metric(
+                "gauge", "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)
+            ),
+            Metric(
+                "gauge",
                 "slow_rank",
                 "1 for a rank that makes the job slow.",
                 "rank",
                 {r: float(r in slow) for r in status},
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "group_collectives_per_second",
                 "Of a rank, as sampled.",
                 "group",
                 {t.group: t.calls for t in traffic},
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "group_bytes_per_second",
                 "A rank's payload, as sampled.",
                 "group",
                 {t.group: t.payload_bytes for t in traffic},
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "group_waiting_ratio",
                 "Share of the time in its collectives.",
                 "group",
                 {t.group: t.waited_ns * 1e-9 for t in traffic},
             ),
-            (
-                Gauge,
+            Metric(
+                "gauge",
                 "watcher_alive_timestamp_seconds",
                 "When the watcher last looked.",
                 "",
@@ -231,14 +238,15 @@ class Metrics:
         """Return the metrics; prometheus_client calls it at each writing."""
         return self._families
 
-    def _family(
-        self, kind: Any, name: str, text: str, label: str, values: Mapping[Any, float]
-    ) -> Any:
-        names = label.split()
-        family = kind(f"commlens_{name}", text, labels=("job_name", *names))
-        for key, value in values.items():
-            labels = key if isinstance(key, tuple) else [str(key)][: len(names)]
-            family.add_metric([self._job, *labels], value)
+    def _family(self, metric: Metric) -> Any:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        family = kind(
+            f"commlens_{metric.name}", metric.text, labels=("job_name", *metric.labels.split())
+        )
+        for labels, value in metric.points():
+            family.add_metric([self._job, *labels.values()], value)
         return family
 
 
