@@ -5,7 +5,7 @@ strict verification refuses calls. Diagnosis reads a refusal's fields, not its t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -14,7 +14,7 @@ from commlens.diagnosis.causes.context import Case, Context, collective_of, proc
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.matching.errors import Claim, claim_of
-from commlens.model.cause import ErrorReport, Kind, RankWait, Refused, Side, ToldByErrors
+from commlens.model.cause import ErrorReport, Kind, Missing, RankWait, Refused, Side, ToldByErrors
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
 from commlens.model.refusal import Refusal
@@ -222,7 +222,7 @@ def demote_refused(context: Context) -> None:
     """Demote causes that blame ranks only because a refusal ended them.
 
     A refusal names the rank that is the cause, or a cycle. A rank that raised one and is not named
-    was waiting.
+    was waiting, unless most ranks have finished: a refusal names only one of them.
     """
     refusals = refused_ranks(context)
     named = named_absent(context)
@@ -235,13 +235,17 @@ def demote_refused(context: Context) -> None:
             cause.victims = sorted({*cause.victims} - named)
             cause.confidence = "medium"
             cause.blamed_by = "exit"
-        blamed = {*cause.culprits}
-        ended = blamed and blamed <= {*refusals} - named
-        if ended and all(
-            refusals[rank].absent or refusals[rank].culprits or refusals[rank].kind == "cycle"
-            for rank in blamed
-        ):
-            cause.root_cause = False
+        # others finished as well as the rank that a refusal names
+        others = isinstance(cause, Missing) and cause.why == "finished" and {*cause.ranks} > named
+        if not others and {*cause.culprits} <= {*refusals} - named:
+            cause.root_cause = not _were_only_refused([refusals[rank] for rank in cause.culprits])
+
+
+def _were_only_refused(refusals: Sequence[Refusal]) -> bool:
+    """Return whether refusals are all that ended some ranks: each names its cause, or a cycle."""
+    return bool(refusals) and all(
+        each.absent or each.culprits or each.kind == "cycle" for each in refusals
+    )
 
 
 @dataclass(kw_only=True)

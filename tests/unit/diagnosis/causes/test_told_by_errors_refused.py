@@ -204,6 +204,24 @@ def test_a_rank_that_raised_a_refusal_is_never_the_cause_of_it() -> None:
     assert verdict.culprits == [1], verdict.summary
 
 
+def test_a_rank_that_carries_on_alone_is_the_cause_though_a_refusal_names_another() -> None:
+    """A refusal names the first of the ranks that have finished."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 1:
+            yield all_reduce(job.world, 8, line=11)
+
+    logs = Job(4).run(program).logs()
+    for log in logs:
+        log.observation, log.closed = Observation(End.CLEAN, 0), True
+    refuse([logs[1]])
+    logs[1].refusal, logs[1].closed = Refusal("dead", absent=(0,), ranks=(1,)), False
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [1])
+    assert len(refused(verdict)) == 1
+
+
 def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 8, line=10)
