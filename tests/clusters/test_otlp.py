@@ -65,8 +65,12 @@ for step in range(10):
 """
 
 
+# name to labels to value
+Metrics = defaultdict[str, dict[tuple[tuple[str, Any], ...], float]]
+
+
 class Collector:
-    """Receives both signals, and keeps them by the name of a metric, and as records.
+    """Receives both signals, and keeps the newest metrics, and all records.
 
     Args:
         status: of its answers.
@@ -74,8 +78,7 @@ class Collector:
     """
 
     def __init__(self, status: int = 200, pause_s: float = 0.0) -> None:
-        # name to labels to the newest value
-        self.metrics: dict[str, dict[tuple[tuple[str, Any], ...], float]] = defaultdict(dict)
+        self.metrics = Metrics(dict)
         self.counters: set[str] = set()
         self.records: list[dict[str, Any]] = []
         self.resource: dict[str, Any] = {}
@@ -116,6 +119,7 @@ class Collector:
                     ]
             return
         assert path == "/v1/metrics"
+        metrics = Metrics(dict)
         for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
             for scope in resource.scope_metrics:
                 for metric in scope.metrics:
@@ -124,7 +128,7 @@ class Collector:
                     if kind == "sum":
                         assert data.is_monotonic
                         self.counters.add(metric.name)
-                    self.metrics[metric.name] = {
+                    metrics[metric.name] = {
                         tuple(sorted(attributes(point).items())): (
                             point.as_double
                             if point.WhichOneof("value") == "as_double"
@@ -132,6 +136,7 @@ class Collector:
                         )
                         for point in data.data_points
                     }
+        self.metrics = metrics  # all at once: the test reads them in another thread
 
     def close(self) -> None:
         self._over.set()
@@ -178,17 +183,20 @@ def documented() -> set[str]:
 
 
 def test_the_metrics_and_the_verdict_of_a_job_that_stalls(tmp_path: Path, collector: Collector):
-    got = collector.metrics
+
+    def values(name: str) -> dict[tuple[tuple[str, Any], ...], float]:
+        return dict(collector.metrics[name])
+
     job = launch(
         tmp_path, TRAIN, "--stall-timeout", "8",
         COMMLENS_JOB="run-7", OTEL_EXPORTER_OTLP_ENDPOINT=collector.endpoint,
         OTEL_METRIC_EXPORT_INTERVAL="1000", OTEL_RESOURCE_ATTRIBUTES="service.name=trainings",
     )  # fmt: skip
     try:
-        wait_until(lambda: any(got["commlens_steps_total"].values()), "steps", 60)
+        wait_until(lambda: any(values("commlens_steps_total").values()), "steps", 60)
         of_job = ("job_name", "run-7")
-        assert set(got["commlens_steps_total"]) == {(of_job, ("rank", r)) for r in ("0", "1")}
-        assert not got["commlens_stuck"]
+        assert set(values("commlens_steps_total")) == {(of_job, ("rank", r)) for r in ("0", "1")}
+        assert not values("commlens_stuck")
         (tmp_path / "stall").touch()
         wait_until(lambda: bool(collector.records), "the verdict", 60)
         [record] = collector.records
@@ -201,13 +209,15 @@ def test_the_metrics_and_the_verdict_of_a_job_that_stalls(tmp_path: Path, collec
         assert Path(record["dump"]).is_dir()
         assert collector.resource["service.name"] == "trainings"
         assert collector.resource["host.name"] == os.uname().nodename
-        wait_until(lambda: bool(got["commlens_stuck"]), "the metric of the stall", 40)
+        wait_until(lambda: bool(values("commlens_stuck")), "the metric of the stall", 40)
         stuck = (("action", "unknown"), of_job, ("kind", "missing"))
-        assert got["commlens_stuck"] == {tuple(sorted(stuck)): 1.0}
-        assert got["commlens_verdicts_total"] == {tuple(sorted((of_job, ("kind", "missing")))): 1}
-        assert got["commlens_oldest_wait_seconds"][(of_job,)] > 8
-        assert {name for name, points in got.items() if points} <= documented()
-        assert collector.counters == {name for name in got if name.endswith("_total")}
+        assert values("commlens_stuck") == {tuple(sorted(stuck)): 1.0}
+        assert values("commlens_verdicts_total") == {
+            tuple(sorted((of_job, ("kind", "missing")))): 1
+        }
+        assert values("commlens_oldest_wait_seconds")[(of_job,)] > 8
+        assert {name for name, points in collector.metrics.items() if points} <= documented()
+        assert collector.counters == {name for name in collector.metrics if name.endswith("_total")}
         (tmp_path / "stall").unlink()
         (tmp_path / "end").touch()
         assert job.wait(60) == 0, said(tmp_path)
