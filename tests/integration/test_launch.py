@@ -198,6 +198,21 @@ def test_all_nodes_name_the_job_alike(
         assert job_name(parse(["--nnodes", "2", *rendezvous, "train.py"])) == name
 
 
+def test_slurms_id_is_in_the_name_of_a_job_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of an array on several nodes may have the same pid and start."""
+    names = []
+    for slurm in ("4711", "4712", ""):
+        monkeypatch.setenv("SLURM_JOB_ID", slurm)
+        program, date, clock, *ids = job_name(parse(["--standalone", "train.py"])).split("-")
+        names.append((program, len(date), len(clock), ids))
+    pid = str(os.getpid())
+    assert names == [
+        ("train", 8, 6, ["4711", pid]),
+        ("train", 8, 6, ["4712", pid]),
+        ("train", 8, 6, [pid]),
+    ]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, long(signal.SIGTERM)])
 def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> None:
     ours, theirs = bench.launch("train.py", "sleep"), bench.torchrun("train.py", "sleep")

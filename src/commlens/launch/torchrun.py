@@ -327,20 +327,21 @@ def _split_trace(argv: Sequence[str]) -> list[str]:
 def job_name(arguments: argparse.Namespace) -> str:
     """Return a name for the job, which is also that of its dump folder.
 
-    On one node, it combines the program, the time and this pid. On several nodes the launchers must
-    agree on it, so it combines the program and the rendezvous, which they share.
+    On one node, it combines the program, the time, Slurm's id, which tells the tasks of an array on
+    several nodes apart, and this pid. On several nodes the launchers must agree on it, so it
+    combines the program and the rendezvous, which they share.
     """
     nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
     program = job_dirs.safe_name(Path(str(arguments.training_script)).stem, 40)
+    slurm = os.environ.get("SLURM_JOB_ID", "")
     if nodes == "1":
-        return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{slurm and slurm + '-'}{os.getpid()}"
     rendezvous = [
         str(getattr(arguments, name, "") or "")
         for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")
     ]
-    shared = [os.environ.get("SLURM_JOB_ID", ""), *rendezvous]
-    parts = [program, *(part for part in shared if part not in ("none", ""))]
-    return job_dirs.safe_name("-".join(parts), 120)
+    shared = [part for part in (slurm, *rendezvous) if part not in ("none", "")]
+    return job_dirs.safe_name("-".join([program, *shared]), 120)
 
 
 def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
