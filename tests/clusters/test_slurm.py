@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -154,11 +155,17 @@ def test_slurm_ends_a_job(
     assert verdict["action"].get("nodes", []) == nodes
 
 
-def recipe() -> str:
-    """Return the commands of the script in docs/clusters.md that starts itself again."""
+def script_of(passage: str) -> str:
+    """Return the commands of the script that follows a passage of docs/clusters.md."""
     page = (REPOSITORY / "docs" / "clusters.md").read_text()
-    script = page.split("saved as `job.sh`")[1].split("```bash\n")[1].split("```")[0]
-    return script.split("\n", 2)[2].replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
+    script = page.split(passage)[1].split("```bash\n")[1].split("```")[0]
+    return script.split("\n", 2)[2]
+
+
+def recipe() -> str:
+    """Return the commands of the script that starts itself again."""
+    script = script_of("saved as `job.sh`")
+    return script.replace("--nproc-per-node 8", "--nproc-per-node 2 --standalone")
 
 
 def test_a_job_is_requeued_by_the_exit_status_until_the_fault_comes_again(
@@ -222,3 +229,90 @@ def test_a_job_goes_on_without_the_node_that_is_at_fault_twice(
     third = said.split("Submitted batch job ")[1].split()[0]
     state = slurm.wait_for_end(third)
     assert (state["JobState"], state["NodeList"], state["ExcNodeList"]) == ("COMPLETED", "n2", "n1")
+
+
+BY_TASK = """
+import os, signal, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(20):
+    dist.all_reduce(torch.ones(4))
+    if step == 5 and os.environ["SLURM_ARRAY_TASK_ID"] == "1" and dist.get_rank() == 1:
+        time.sleep(600)
+    if step == 5 and os.environ["SLURM_ARRAY_TASK_ID"] == "2" and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def test_each_task_of_an_array_has_its_own_verdict(
+    slurm: Slurm, batch: Batch, tmp_path: Path
+) -> None:
+    commands = script_of("A job array").replace("-node 8", "-node 2")
+    settings = f"export COMMLENS_STALL_TIMEOUT={STALL_TIMEOUT} COMMLENS_ABORT_ON=stall\n"
+    job = slurm.submit(
+        batch(BY_TASK, settings + commands),
+        "-N1", "-n1", "--array=0-2", f"--output={tmp_path}/%a.out",
+    )  # fmt: skip
+    ids = {}
+    for task in range(3):
+        ended = slurm.wait_for_end(f"{job}_{task}")
+        ids[task] = ended["JobId"]
+        assert ended["JobState"] == ("FAILED" if task else "COMPLETED")
+    well, late, killed = (" ".join((tmp_path / f"{n}.out").read_text().split()) for n in range(3))
+    assert "VERDICT" not in well
+    assert late.count("VERDICT") == killed.count("VERDICT") == 1
+    assert "VERDICT rank 1 never reached all_reduce #7 of the default group [0-1]" in late
+    assert "VERDICT rank 0 died of SIGKILL" in killed
+    dumps = {path.parent.name: json.loads(path.read_text()) for path in verdicts(tmp_path)}
+    # train-DATE-TIME-SLURM_JOB_ID-PID
+    culprits = {name.split("-")[3]: each["culprits"] for name, each in dumps.items()}
+    assert culprits == {ids[1]: [1], ids[2]: [0]}
+    assert all(sum(1 for _ in (tmp_path / "dumps" / name).glob("*.box")) == 2 for name in dumps)
+
+
+def verdicts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("dumps/*/verdict.json"))
+
+
+LATE = """
+import time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(100_000):
+    if step == 5 and dist.get_rank() == 3:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(4))
+"""
+# gives a task the name of its node, and black boxes of its own
+NODE = """#!/bin/bash
+exec unshare --uts --mount bash -c 'mount --bind hosts /etc/hosts && hostname $SLURMD_NODENAME \
+&& export COMMLENS_BOX_DIR=$PWD/boxes-$SLURMD_NODENAME && exec "$@"' node "$@"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["commlens launch", "COMMLENS=1 torchrun"])
+def test_one_launcher_a_node(slurm: Slurm, batch: Batch, tmp_path: Path, launcher: str) -> None:
+    commands = script_of("With one launcher a node").replace("commlens launch", launcher)
+    commands = commands.replace("-node=8", "-node=2").replace("srun bash", "srun ./node.sh bash")
+    (tmp_path / "node.sh").write_text(NODE)
+    (tmp_path / "node.sh").chmod(0o755)
+    known = Path("/etc/hosts").read_text()
+    (tmp_path / "hosts").write_text(f"{known}\n127.0.0.1 localhost {socket.gethostname()} n1 n2\n")
+    out = tmp_path / "out"
+    job = slurm.submit(
+        batch(LATE, f"export COMMLENS_STALL_TIMEOUT={STALL_TIMEOUT} COMMLENS_ABORT_ON=stall\n{commands}"),
+        "-N2", "--ntasks-per-node=1", f"--output={out}",
+    )  # fmt: skip
+    state = slurm.wait_for_end(job)
+    said = " ".join(out.read_text().split())
+    assert (state["JobState"], state["NumNodes"]) == ("FAILED", "2"), said
+    # torchrun's summary repeats it, indented
+    assert len(re.findall(r"^VERDICT", out.read_text(), re.MULTILINE)) == 1
+    assert "VERDICT rank 3 never reached all_reduce #6 of the default group [0-3]" in said
+    assert "(the whole verdict was printed on n1)" in said
+    [verdict] = verdicts(tmp_path)
+    assert f"-{job}-" in verdict.parent.name
+    assert sum(1 for _ in verdict.parent.glob("*.box")) == 4
+    assert json.loads(verdict.read_text())["culprits"] == [3]
+    assert "host n2" in said
