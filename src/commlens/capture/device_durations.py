@@ -90,7 +90,12 @@ class DeviceDurations:
         for uid, queue in self._untimed.items():
             self._record(queue, found.get(uid, {}))
         self._took_ns.append(time.thread_time_ns() - began)
-        self._due_ns = now + max(EVERY_NS, round(min(self._took_ns) / TIME_SHARE))
+        # At moments that all ranks of a host share: only what all have read can be compared, and
+        # rings of busy jobs hold a few seconds.
+        interval = EVERY_NS
+        while interval < min(self._took_ns) / TIME_SHARE:
+            interval *= 2
+        self._due_ns = (now // interval + 1) * interval
 
     def _record(
         self, queue: collections.deque[_Untimed], known: dict[tuple[int, bool], int]
