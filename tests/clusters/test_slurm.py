@@ -108,9 +108,12 @@ def test_the_verdict_of_ranks_that_srun_started_is_in_the_jobs_output(
     slurm: Slurm, batch: Batch, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    comment = block_after("To see the verdict in the job's comment")
     command = f"srun commlens run --stall-timeout {STALL_TIMEOUT} --abort-on stall train.py"
-    job = slurm.submit(batch(SLEEPS, command), "-N2", "-n4", f"--output={out}")
+    job = slurm.submit(batch(SLEEPS, f"{comment}\n{command}"), "-N2", "-n4", f"--output={out}")
     slurm.wait_for_end(job)
+    shown = slurm.run("scontrol", "show", "job", job)
+    assert "Comment=rank 3 never reached all_reduce #6 of the default group [0-3]" in shown
     said = " ".join(out.read_text().split())
     assert "VERDICT rank 3 never reached all_reduce #6 of the default group [0-3]" in said
     assert "ending the job, because abort_on includes stall" in said
@@ -155,11 +158,15 @@ def test_slurm_ends_a_job(
     assert verdict["action"].get("nodes", []) == nodes
 
 
-def script_of(passage: str) -> str:
-    """Return the commands of the script that follows a passage of docs/clusters.md."""
+def block_after(passage: str) -> str:
+    """Return the commands that follow a passage of docs/clusters.md."""
     page = (REPOSITORY / "docs" / "clusters.md").read_text()
-    script = page.split(passage)[1].split("```bash\n")[1].split("```")[0]
-    return script.split("\n", 2)[2]
+    return page.split(passage)[1].split("```bash\n")[1].split("```")[0]
+
+
+def script_of(passage: str) -> str:
+    """Return the commands of the batch script that follows a passage of docs/clusters.md."""
+    return block_after(passage).split("\n", 2)[2]
 
 
 def recipe() -> str:
