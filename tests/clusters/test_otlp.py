@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from clusters.daemons import free_ports, wait_until
+from clusters.programs import DIES, STALLS
 from conftest import REPOSITORY
 
 pytest.importorskip("torch")
@@ -34,35 +35,11 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (  # no
 )
 
 # stalls and ends as files of its folder say
-TRAIN = """
-import os, sys, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-while True:
-    while dist.get_rank() == 1 and os.path.exists("stall"):
-        time.sleep(0.1)
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    ends = torch.tensor(float(os.path.exists("end")))
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if ends:
-        break
-    time.sleep(0.02)
-print("in the rank:", [name for name in sys.modules if "opentelemetry" in name], flush=True)
-dist.destroy_process_group()
-"""
-DIES = """
-import os, signal
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(10):
-    dist.all_reduce(torch.ones(4))
-    if step == 5 and dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
+TRAIN = STALLS.replace("import os, time", "import os, sys, time").replace(
+    "dist.destroy_process_group()",
+    'print("in the rank:", [name for name in sys.modules if "opentelemetry" in name], flush=True)\n'
+    "dist.destroy_process_group()",
+)
 
 
 # name to labels to value

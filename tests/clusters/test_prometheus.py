@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from clusters.daemons import Daemons, free_ports, wait_until, why_not
+from clusters.programs import DIES, STALLS
 from conftest import REPOSITORY
 
 pytest.importorskip("torch")
@@ -42,34 +43,6 @@ DASHBOARD = REPOSITORY / "packaging" / "grafana" / "commlens.json"
 ALERTS_PAGE = REPOSITORY / "docs" / "alerts.md"
 
 # goes on, stalls and ends as files of its folder say
-TRAIN = """
-import os, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-while True:
-    while dist.get_rank() == 1 and os.path.exists("stall"):
-        time.sleep(0.1)
-    model(torch.randn(4, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    ends = torch.tensor(float(os.path.exists("end")))
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if ends:
-        break
-    time.sleep(0.02)
-dist.destroy_process_group()
-"""
-DIES = """
-import os, signal
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(10):
-    dist.all_reduce(torch.ones(4))
-    if step == 5 and dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 _SCRAPE = """
 global: {{scrape_interval: 1s, evaluation_interval: 1s}}
 rule_files: [{rules}]
@@ -206,7 +179,7 @@ def test_promtool_accepts_the_rules_and_each_names_a_metric_of_the_docs():
 def test_a_job_that_runs_stalls_goes_on_and_ends(monitoring: Monitoring, tmp_path: Path):
     ask = monitoring.query
     job = launch(
-        tmp_path, TRAIN,
+        tmp_path, STALLS,
         "--metrics-file", str(monitoring.textfiles), "--stall-timeout", "8",
         COMMLENS_JOB="run-7",
     )  # fmt: skip
