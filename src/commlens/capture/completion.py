@@ -390,7 +390,7 @@ def error_of(work: Any) -> Exception | None:
 
 # --- the collectives in CUDA graphs: captured once, and replayed without passing the tap
 
-DEVICE = "graph"
+GRAPH_DEVICE = "graph"
 """The device type of a group's channel on which replays are counted."""
 
 
@@ -450,7 +450,7 @@ class Graphs:
                 "in": [],
                 "out": [],
             }
-            group = {**channel.describe(), "device": DEVICE, "ahead": True}
+            group = {**channel.describe(), "device": GRAPH_DEVICE, "ahead": True}
             known = self._blobs[channel, count] = (
                 self._writer.add_blob(group),
                 self._writer.add_blob(asked),
