@@ -143,5 +143,5 @@ def test_a_slow_device_and_a_slow_host_are_told_apart(
     said = " ".join(" ".join(result.lines).split())
     assert "Rank 1 makes the job slow: all others wait for" in said, result
     if pyspy.find() is None:
-        why = "whether its host or its device is late is not known"
+        why = "whether the host or the device is late is not known"
     assert why.lower() in said.lower(), result

@@ -52,9 +52,9 @@ class DeviceDurations:
         self._read = read
         self._untimed: dict[str, collections.deque[_Untimed]] = {}
         self._due_ns = 0
-        # of the newest readings: some take much longer, because of what else the machine does
+        # of the newest readings: while the machine is busy, some take much longer
         self._took_ns: collections.deque[int] = collections.deque(maxlen=3)
-        # another form of its recorder, or each reading dumps every communicator as well (ROCm)
+        # on ROCm, each reading also dumps every communicator
         self._off = bool(getattr(torch.version, "hip", None))
 
     def add(self, token: Token) -> None:

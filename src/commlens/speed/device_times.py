@@ -74,20 +74,20 @@ def are_timed(ops: Iterable[Collective]) -> bool:
     return len(unknown) <= _FEW * len(on_device) and not any(op.is_point_to_point for op in unknown)
 
 
-def meetings(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
+def timed_collectives(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
     """Yield the collectives on devices that all their members in the logs issued in a window (Unix
     ns), as far as their durations are known.
     """
     begin, end = window
-    timed: dict[tuple[ChannelKey, int], dict[int, Collective]] = defaultdict(dict)
+    by_number: dict[tuple[ChannelKey, int], dict[int, Collective]] = defaultdict(dict)
     here: set[int] = set()
     for log in logs:
         here.add(log.rank)
         for op in log.collectives:
             if op.duration_ns is not None and is_on_device(op) and begin <= op.announced_ns < end:
-                timed[op.channel.key, op.sequence_number][log.rank] = op
-    whole = {key: here.issuperset(key[2]) for key, _ in timed}
-    for (key, _), by_rank in timed.items():
+                by_number[op.channel.key, op.sequence_number][log.rank] = op
+    whole = {key: here.issuperset(key[2]) for key, _ in by_number}
+    for (key, _), by_rank in by_number.items():
         durations = {rank: op.duration_ns or 0 for rank, op in by_rank.items()}
         op = next(iter(by_rank.values()))
         if not whole[key]:
@@ -103,54 +103,67 @@ def waited_ns(logs: Iterable[RankLog], window: Span) -> dict[int, int]:
     group are on other nodes, for how long it was in that group's collectives.
     """
     waited: dict[int, int] = defaultdict(int)
-    for meeting in meetings(logs, window):
-        for rank, ns in meeting.waited_ns.items():
+    for timed in timed_collectives(logs, window):
+        for rank, ns in timed.waited_ns.items():
             waited[rank] += ns
     return waited
 
 
+class UsualTransfer(NamedTuple):
+    """How long the transfers of one kind take in one group."""
+
+    group: ProcessGroup
+    ns: float  # the median
+    times: int
+
+
 def usual_transfers(
     logs: Iterable[RankLog], window: Span
-) -> dict[TransferKind, dict[ChannelKey, tuple[float, int]]]:
-    """Return how long transfers of each kind took in each group in a window: the median in ns, and
-    how many there were. Kinds of which there were fewer than :data:`LEAST` are left out.
+) -> dict[TransferKind, dict[ChannelKey, UsualTransfer]]:
+    """Return how long transfers of each kind took in each group in a window. Kinds of which a group
+    had fewer than :data:`LEAST` are left out.
     """
     found: dict[TransferKind, dict[ChannelKey, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for meeting in meetings(logs, window):
-        if meeting.transfer_ns:
-            found[meeting.kind][meeting.key].append(meeting.transfer_ns)
+    groups: dict[ChannelKey, ProcessGroup] = {}
+    for timed in timed_collectives(logs, window):
+        if timed.transfer_ns:
+            found[timed.kind][timed.key].append(timed.transfer_ns)
+            groups[timed.key] = timed.op.channel.group
     return {
-        kind: {key: (median(each), len(each)) for key, each in groups.items()}
-        for kind, groups in found.items()
-        if min(map(len, groups.values())) >= LEAST
+        kind: {key: UsualTransfer(groups[key], median(ns), len(ns)) for key, ns in each.items()}
+        for kind, each in found.items()
+        if min(map(len, each.values())) >= LEAST
     }
 
 
 class SlowLink(NamedTuple):
     """A group whose transfers take longer than the same transfers of its sibling groups."""
 
-    key: ChannelKey
-    kind: TransferKind
+    group: ProcessGroup
+    kind: TransferKind  # the one with the largest loss
     ratio: float
     lost_ns: float  # in the window, by all its kinds together
 
 
-def find_slow_link(logs: Sequence[RankLog], window: Span, ranks: Sequence[int]) -> SlowLink | None:
+def find_slow_link(logs: Iterable[RankLog], window: Span, ranks: Iterable[int]) -> SlowLink | None:
     """Return the group of some of the ``ranks`` alone whose transfers cost most against its
     siblings: groups of as many members that do the same. None if there is none.
     """
+    inside, groups = {*ranks}, {}
     lost: dict[ChannelKey, list[tuple[float, float, TransferKind]]] = defaultdict(list)
-    for kind, groups in usual_transfers(logs, window).items():
-        for key, (ns, times) in groups.items():
-            siblings = [each for other, (each, _) in groups.items() if other != key]
-            if siblings and set(ranks).issuperset(key[2]):
-                usual = median(siblings)
-                lost[key].append((max(0.0, ns - usual) * times, ns / max(usual, 1.0), kind))
-    worst = max(lost, key=lambda key: sum(each[0] for each in lost[key]), default=None)
-    if worst is None:
+    for kind, each in usual_transfers(logs, window).items():
+        for key, own in each.items():
+            siblings = [other.ns for at, other in each.items() if at != key]
+            if siblings and inside.issuperset(key[2]):
+                usual, groups[key] = median(siblings), own.group
+                loss = max(0.0, own.ns - usual) * own.times
+                lost[key].append((loss, own.ns / max(usual, 1.0), kind))
+    totals = {key: sum(loss for loss, _, _ in losses) for key, losses in lost.items()}
+    if not totals:
         return None
+    worst = max(totals, key=lambda key: totals[key])
     _, ratio, kind = max(lost[worst])
-    return SlowLink(worst, kind, ratio, sum(each[0] for each in lost[worst]))
+    return SlowLink(groups[worst], kind, ratio, totals[worst])
 
 
 class SlowerTransfers(NamedTuple):
@@ -175,10 +188,9 @@ class TransferTrend:
 
     def add(self, logs: Sequence[RankLog], window: Span) -> None:
         """Add the transfers of a window."""
-        for log in logs:
-            self._groups.update((op.channel.key, op.channel.group) for op in log.collectives[-100:])
         for kind, groups in usual_transfers(logs, window).items():
-            for key, (ns, times) in groups.items():
+            for key, (group, ns, times) in groups.items():
+                self._groups[key] = group
                 seen = self._seen.setdefault((kind, key), [])
                 seen.append((window[0], ns, ns * times / (window[1] - window[0])))
                 del seen[:-WINDOWS_KEPT]
@@ -194,7 +206,7 @@ class TransferTrend:
         seen = self._seen[kind, key]
         best = self._best(kind, key)
         slow = [*takewhile(lambda each: each[1] > SLOWER * best, reversed(seen))]
-        if not best or len(slow) < WINDOWS or key not in self._groups:
+        if not best or len(slow) < WINDOWS:
             return None
         now_ns = median(ns for _, ns, _ in slow[:WINDOWS])
         share = median(share for _, _, share in slow[:WINDOWS]) * (1 - best / now_ns)

@@ -80,8 +80,8 @@ def measure(
             device are not known.
     """
     logs = list(logs)
-    begin, end = common_span(logs)
-    begin, end = max(since_ns, begin), min(end, until_ns or end, *map(timed_until, logs))
+    begin, end = timed_span(logs)
+    begin, end = max(since_ns, begin), min(end, until_ns or end)
     if len(logs) < least or end <= begin:
         return None
     inside = {
@@ -131,8 +131,8 @@ class PaceMeter:
             least: how many ranks there must be.
             piece_s: how long a piece is, or a little longer.
         """
-        begin, captured = max(self.until_ns, common_span(logs)[0]), common_span(logs)[1]
-        end = min(captured, *map(timed_until, logs)) if logs else 0
+        begin, end = timed_span(logs)
+        begin, captured = max(self.until_ns, begin), common_span(logs)[1]
         if end == captured:  # nothing runs on a device
             self.until_ns = captured
             pace = measure(logs, begin, least=least)
@@ -145,6 +145,13 @@ class PaceMeter:
         edges = [begin + (end - begin) * part // pieces for part in range(pieces + 1)]
         found = [measure(logs, first, last, least=least) for first, last in pairwise(edges)]
         return [pace for pace in found if pace is not None]
+
+
+def timed_span(logs: Sequence[RankLog]) -> Span:
+    """Return the time span for which all ranks have records, and durations of what runs on a
+    device.
+    """
+    return common_span(logs)[0], min(map(timed_until, logs), default=0)
 
 
 def common_span(logs: Iterable[RankLog]) -> Span:

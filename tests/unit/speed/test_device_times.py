@@ -11,8 +11,8 @@ from commlens.speed.device_times import (
     TransferTrend,
     are_timed,
     find_slow_link,
-    meetings,
     payload_by_place,
+    timed_collectives,
     timed_until,
     usual_transfers,
     waited_ns,
@@ -47,13 +47,13 @@ def test_the_member_that_comes_last_waits_for_nobody() -> None:
 def test_a_transfer_is_what_the_last_member_measures() -> None:
     logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5), jitter=0.0), 20.0)
     for groups in usual_transfers(logs, whole(logs)).values():
-        for ns, _ in groups.values():
+        for _, ns, _ in groups.values():
             assert ns == pytest.approx(0.006 * S, rel=0.01), "6% of a step of 0.1 s"
 
 
 def test_members_on_other_nodes_leave_the_whole_duration() -> None:
     logs = seen(DeviceJob(4, jitter=0.0), 20.0)[:2]
-    found = list(meetings(logs, whole(logs)))
+    found = list(timed_collectives(logs, whole(logs)))
     assert found and all(each.transfer_ns == 0 for each in found)
     assert all(
         ns == pytest.approx(0.006 * S, rel=0.01) for each in found for ns in each.waited_ns.values()
@@ -105,7 +105,7 @@ def test_a_host_that_runs_ahead_of_its_device_is_not_slow() -> None:
 def test_a_slow_link_is_told_by_its_sibling_groups() -> None:
     logs = seen(DeviceJob(8, tp=2, fault=Fault("link", 3, 1.3)), 30.0)
     link = find_slow_link(logs, whole(logs), [2, 3])
-    assert link is not None and link.ratio > 5 and link.key[2] == (2, 3)
+    assert link is not None and link.ratio > 5 and link.group.ranks == (2, 3)
     assert find_slow_link(logs, whole(logs), [3]) is None, "the group has another member"
     healthy = seen(DeviceJob(8, tp=2), 30.0)
     link = find_slow_link(healthy, whole(healthy), [2, 3])

@@ -29,8 +29,8 @@ from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span
-from commlens.speed.device_times import find_slow_link, payload_by_place, timed_until
-from commlens.speed.pace import MIN_COST, SlowRanks, common_span, find_waits
+from commlens.speed.device_times import find_slow_link, payload_by_place
+from commlens.speed.pace import MIN_COST, SlowRanks, find_waits, timed_span
 
 _NS: Final = 1e-9
 _OF_COST: Final = 0.75  # if the host may be late by less, the device is
@@ -118,8 +118,8 @@ def _what_slows_devices(slow: SlowRanks, logs: Sequence[RankLog], host_share: fl
         logs: of all ranks of a node, with durations on their devices.
         host_share: the share of the time by which their host may be later than another rank's.
     """
-    begin, end = common_span(logs)
-    window = max(begin, slow.since_ns), min(end, *map(timed_until, logs))
+    begin, end = timed_span(logs)
+    window = max(begin, slow.since_ns), end
     # of the time of the slow ranks that others do not need, most must be explained
     least_s = slow.cost * slow.step_s / 2
     ratio = _work_ratio(slow.ranks, logs, window)
@@ -129,13 +129,7 @@ def _what_slows_devices(slow: SlowRanks, logs: Sequence[RankLog], host_share: fl
     if link is not None:
         extra_s = link.lost_ns * _NS / max(1.0, (window[1] - window[0]) * _NS / slow.step_s)
         if extra_s > least_s and link.ratio > _SLOW_TRANSFER:
-            group = next(
-                op.channel.group
-                for log in logs
-                for op in log.collectives
-                if op.channel.key == link.key
-            )
-            ref = GroupRef(group.name, group.description, list(group.all_ranks))
+            ref = GroupRef(link.group.name, link.group.description, list(link.group.all_ranks))
             return _OnDevice(
                 "slow-link", SlowTransfer(ref, link.kind.op, round(link.ratio, 2), extra_s)
             )

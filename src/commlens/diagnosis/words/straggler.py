@@ -112,9 +112,12 @@ def _evidence_on_devices(cause: Straggler, who: str) -> Iterator[str]:
             " collectives as each of the others: it has more work, and no fault shows"
         )
     if cause.why == "slow-device":
-        yield "its host spends its time as that of another rank does, so its device takes longer"
+        yield (
+            f"the host of {rank_phrase(cause.culprits[0])} spends its time as another rank's does,"
+            " so its device takes longer"
+        )
     if cause.why == "unknown":
-        yield "whether its host or its device is late is not known"
+        yield "whether the host or the device is late is not known"
 
 
 def _between_lines(ends: tuple[Collective, Collective]) -> str:
