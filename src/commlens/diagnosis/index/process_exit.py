@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -312,6 +313,21 @@ def _waited_for(log: RankLog, other: RankLog) -> bool:
     )
 
 
+def _are_all_killed(exits: Mapping[int, ProcessExit], logs: Mapping[int, RankLog]) -> bool:
+    """Return whether a launcher or a scheduler has killed all processes. Schedulers kill them at
+    once. torchrun kills those that Ctrl-C does not end half a minute later, one after the other,
+    and waits for the end of each, which takes seconds with a device. If one had failed by itself,
+    torchrun would first have sent SIGTERM to the others, and half a minute later SIGKILL.
+    """
+    if len(exits) < 2 or not all(map(_is_killed, exits.values())):
+        return False
+    one_by_one = bool(logs) and all(log.launcher == "torchrun" for log in logs.values())
+    most_ns = LATE_KILL_NS if one_by_one else _SAME_MOMENT_NS
+    moments = sorted(one.at_ns for one in exits.values())
+    gaps = [after - before for before, after in pairwise(moments)]
+    return (max(gaps) if one_by_one else sum(gaps)) < most_ns
+
+
 def attribute_exits(
     exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})
 ) -> dict[int, ProcessExit]:
@@ -332,10 +348,8 @@ def attribute_exits(
         filter(None, (one.at_ns for one in exits.values() if one.failed)), default=0
     )
     gone = sorted(one.at_ns for one in by_kind.get("gone", ()))
-    killed = [one.at_ns for one in filter(_is_killed, by_themselves)]
     interrupted = [one.at_ns for one in exits.values() if one.how == "interrupted"]
-    # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
-    all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
+    all_killed = _are_all_killed(exits, logs)
     raised = [
         logs[rank]
         for rank, one in exits.items()

@@ -42,6 +42,24 @@ def test_ranks_that_were_all_killed_in_one_moment_were_ended_from_outside() -> N
     hold("dead/all-killed-at-once", verdict)
 
 
+@pytest.mark.parametrize(("launcher", "named"), [("torchrun", []), ("deepspeed", [0])])
+def test_ranks_that_torchrun_kills_one_after_the_other_were_ended_from_outside(
+    launcher: str, named: list[int]
+) -> None:
+    """Each takes two seconds to end. DeepSpeed's launcher kills the others because one was
+    killed.
+    """
+    logs = Job(4).run(training(lambda *_: None)).logs()
+    for log in logs:
+        log.closed, log.launcher = False, launcher
+        log.observation = Observation(
+            End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns + 2 * log.rank * S
+        )
+    verdict = judge(logs)
+    assert verdict.kind == "dead"
+    assert verdict.culprits[:1] == named
+
+
 REFUSED = (
     "RuntimeError: Gloo connectFullMesh failed with [/pytorch/gloo/transport/tcp/pair.cc:152] timed"
     " out connecting: SO_ERROR: Connection refused, remote=[127.0.0.1]:17304$0"
