@@ -21,6 +21,7 @@ from commlens.model.collective import (
 )
 from commlens.model.hazard import Access, HazardKind, Operand
 from commlens.model.ops import STORE_CLIENT, STORE_SERVER
+from commlens.model.ranklog import AdapterState
 from commlens.model.refusal import Refusal
 from commlens.text import clean_json, parse_ranks
 
@@ -97,6 +98,12 @@ class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
     text: str
 
 
+class AdaptersJson(msgspec.Struct, frozen=True, tag_field="k", tag="adapters"):
+    """The libraries that communicate past torch's dispatcher, and whether their calls fit."""
+
+    found: dict[str, AdapterState]
+
+
 class TouchJson(msgspec.Struct, frozen=True):
     """An op on a tensor of a collective in flight, and its stack's blob."""
 
@@ -160,7 +167,15 @@ class EvidenceJson(msgspec.Struct, frozen=True):
 
 BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | HazardsJson | SetupJson
 _Kind = TypeVar(
-    "_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson, HazardsJson, SetupJson
+    "_Kind",
+    GroupJson,
+    ArgsJson,
+    StackJson,
+    ExceptionJson,
+    TextJson,
+    HazardsJson,
+    SetupJson,
+    AdaptersJson,
 )
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode

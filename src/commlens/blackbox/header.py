@@ -53,6 +53,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     expecting: int  # blob
     hazards: int  # blob
     world: int  # blob
+    adapters: int  # blob
     gave_up_mono_ns: int
     exception: int  # blob
     main_stack_since_mono_ns: int
@@ -236,5 +237,6 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         expires_mono_ns=word(L.EXPIRES),
         hazards=word(L.HAZARDS),
         world=word(L.WORLD),
+        adapters=word(L.ADAPTERS),
         gave_up_mono_ns=word(L.GAVE_UP),
     )

@@ -56,6 +56,7 @@ HAZARDS: Final = 400  # blob {"k": "hazards"}: latent faults, written at the end
 WORLD: Final = 408  # blob {"k": "text"}: the name that commlens.world gave; 0: none
 # when the watchdog of a backend with abort hooks last gave an op up, CLOCK_MONOTONIC ns; 0: never
 GAVE_UP: Final = 416
+ADAPTERS: Final = 424  # blob {"k": "adapters"}: libraries whose calls are recorded; 0: none
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

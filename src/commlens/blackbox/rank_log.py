@@ -8,6 +8,7 @@ from typing import Final
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import (
+    AdaptersJson,
     ArgsJson,
     ExceptionJson,
     FrameJson,
@@ -201,6 +202,7 @@ class BoxReader:
         stacks, stacks_ns = self._evidence()
         exception, exception_stack, assertion, refusal = self._exception()
         expecting = self._expecting()
+        adapters = self.side.blob(status.adapters, AdaptersJson)
         self._note_damage()
         return RankLog(
             rank=status.rank,
@@ -238,7 +240,7 @@ class BoxReader:
             timeout_s=status.timeout_s,
             gave_up_ns=status.gave_up_mono_ns and status.gave_up_mono_ns + self.unix_offset,
             stall_timeout_s=about_number(about, "stall_timeout"),
-            coverage=_texts(about.get("coverage", [])),
+            adapters=adapters.found if adapters is not None else {},
             source=self.name,
             problems=self.problems,
             script=status.script,
@@ -481,13 +483,6 @@ def _lost_args(announced: L.Record) -> CollectiveArgs | None:
     if announced.flags & L.FLAG_ANY_SOURCE:
         return CollectiveArgs("recv", "unknown")
     return None if announced.peer >= 0 else CollectiveArgs("unknown", "unknown")
-
-
-def _texts(value: object) -> list[str]:
-    """Return a text, or the texts in a list."""
-    return [
-        text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)
-    ]
 
 
 def _member(channel: Channel, place: int) -> int | None:

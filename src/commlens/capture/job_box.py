@@ -237,16 +237,6 @@ def _header_json(job: str) -> dict[str, Any]:
 
     from commlens.version import __version__
 
-    # Not torch.cuda.is_available: before init_process_group, the program may still choose its
-    # devices, or fork.
-    has_gpu = torch.backends.cuda.is_built() and any(
-        Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")
-    )
-    coverage = (
-        ["the collectives in replays of CUDA graphs, symmetric memory, custom all-reduce kernels"]
-        if has_gpu
-        else []
-    )
     return {
         "job": job,
         "host": platform.node(),
@@ -265,7 +255,6 @@ def _header_json(job: str) -> dict[str, Any]:
             "commlens": str(Path(__file__).parents[1]),
             "python": sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}),
         },
-        "coverage": coverage,
     }
 
 

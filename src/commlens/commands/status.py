@@ -132,11 +132,14 @@ def _status(job: Path) -> JobStatus:
 def _print(job: JobStatus, *, everything: bool) -> None:
     from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
+    from commlens.diagnosis.words.whole_job import past_torch
     from commlens.text import sentence, used_columns
 
     print(f"{job.heading}: {sentence(job.answer)}")
     for line in job.other_nodes:
         print(f"  {line}")
+    for bypass in job.verdict.bypasses:
+        print(f"  {past_torch(bypass)}")
     if not job.needs_attention and not everything:
         return
     rows = arrange(job.rows if everything else fold(job.rows), "rank")

@@ -38,6 +38,7 @@ from commlens.diagnosis.words.straggler import words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
+from commlens.model.bypass import bypasses_of
 from commlens.model.cause import Ended, LostNode, ToldByLogs, Unrecorded
 from commlens.model.collective import ChannelKey, Stack
 from commlens.model.health import NodeHealth
@@ -193,9 +194,9 @@ def examine_logs(
         find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
     )
     if found is not None:
-        missing, looked_at = examined.verdict.missing_evidence, examined.verdict.looked_at
-        verdict = straggler_verdict(found, chosen, inventory=inventory)
-        verdict.missing_evidence, verdict.looked_at = missing, looked_at
+        verdict, whole = straggler_verdict(found, chosen, inventory=inventory), examined.verdict
+        verdict.missing_evidence, verdict.looked_at = whole.missing_evidence, whole.looked_at
+        verdict.bypasses = whole.bypasses
         return examined._replace(verdict=verdict)
     return examined
 
@@ -317,6 +318,7 @@ def _examine(
         or [finding_of(cause := no_fault(job, unread), whole_job.words_of_no_fault(job, cause))],
         missing_evidence=missing,
         looked_at=whole_job.looked_at(job),
+        bypasses=bypasses_of(view.log for view in job.views.values()),
     )
     latent = [
         locate(finding_of(cause, whole_job.words_of_hazard(cause, hazard)), None, hazard.source)

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from commlens.model.frames import FrameKind as FrameKind
-from commlens.model.ops import POINT_TO_POINT, key_kind
+from commlens.model.ops import LIBRARIES, POINT_TO_POINT, key_kind
 
 
 class State(str, Enum):
@@ -215,6 +215,11 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     runs_ahead: bool = False  # a call only enqueues the op on a device, which may run it much later
     # how it is learned what completed, as commlens.tap.backends says; "" if that is not recorded
     completion: str = ""
+
+    @property
+    def library(self) -> str | None:
+        """The library whose calls past the dispatcher it holds; None of collectives of torch."""
+        return self.device if self.device in LIBRARIES else None
 
     @cached_property
     def key(self) -> ChannelKey:

@@ -75,6 +75,13 @@ GRAPH_REPLAY: Final = "graph_replay"
 These are not recorded one by one.
 """
 
+LIBRARIES: Final = frozenset(
+    {"symmetric memory", "window", "ray", "deep_ep", "vllm", "sglang", "nvshmem4py"}
+)
+"""The libraries whose calls past the dispatcher are recorded, each on channels of a device type
+with its name.
+"""
+
 WIRE_OPS: Final[dict[str, str]] = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",

@@ -79,6 +79,12 @@ LATE_KILL_NS: Final = 5_000_000_000
 """A SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s."""
 
 
+AdapterState = Literal["applied", "other-version"]
+"""``applied``: the calls of a library that communicates past torch's dispatcher are recorded.
+``other-version``: its signatures are not those that commlens knows.
+"""
+
+
 class ThreadStack(msgspec.Struct, frozen=True):
     """A thread's stack at one moment."""
 
@@ -149,6 +155,8 @@ class Observation(msgspec.Struct):
     holds_gil: bool | None = None  # alive, but its watchdog thread could not run
     # where it meets the others, while it is in init_process_group; None: unknown, or elsewhere
     store: StoreSeen | None = None
+    # libraries that communicate past torch's dispatcher, of which it has mapped the files
+    libraries: list[str] = []
     throttled_fraction: float | None = None  # of the window, by the cgroup's CPU limit
     # of the observations in the window that found it in state T
     stopped_fraction: float | None = None
@@ -236,7 +244,8 @@ class RankLog(msgspec.Struct):
     gave_up_ns: int = 0
     stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)
-    coverage: list[str] = []  # what the tap cannot see in this process
+    # by library that communicates past torch's dispatcher: whether its calls are recorded
+    adapters: dict[str, AdapterState] = {}
     source: str = ""  # file name
     problems: list[str] = []  # unreadable parts, in words ("12 of 2000 records are torn")
     script: str = ""  # the program, for the head of reports

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from commlens.model.bypass import Bypass
 from commlens.model.cause import (
     AnyCause,
     CollectiveRef,
@@ -137,6 +138,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     cause: AnyCause | None = None  # what was found, as data
     findings: list[Finding] = []  # all findings, root causes first
     missing_evidence: list[str] = []  # sentences about what could not be determined
+    bypasses: list[Bypass] = []  # libraries that communicate past torch's dispatcher
     looked_at: str = ""  # "4 ranks, 812 collectives on 3 groups"
     # of several worlds: ranks in this verdict are numbers of these processes
     worlds: Worlds = ONE_WORLD

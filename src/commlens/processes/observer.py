@@ -27,6 +27,7 @@ _COUNTS_EVERY_S: Final = 0.4
 # bytes per second of a connection, for example to a store or another rank that is asked whether it
 # is alive
 _CHATTER: Final = 1024
+_LIBRARIES_EVERY_S: Final = 5.0
 _SWAPS: Final = 10.0  # memory pressure, percent
 _STARVED: Final = 0.6  # of the time, without a core
 
@@ -80,6 +81,8 @@ class _Subject:
     pending: InBackground[Stacks] | None = None
     stacks: Stacks | None = None
     stacks_at: float = 0.0  # time.monotonic()
+    libraries: list[str] = field(default_factory=list)
+    libraries_at: float = -_LIBRARIES_EVERY_S  # time.monotonic()
     end: Observation | None = None
 
 
@@ -223,7 +226,7 @@ class Observer:
         if subject.oom_kills_before is not None and kills is not None:
             last.oom_killed = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
         last.ended_ns = last.seen_ns = at_ns or time.time_ns()
-        last.holds_gil = None
+        last.holds_gil, last.libraries = None, subject.libraries
         subject.end = last
         return last
 
@@ -237,6 +240,10 @@ class Observer:
         if subject.end is not None:
             return subject.end
         seen = self._window(subject, time.monotonic_ns())
+        if time.monotonic() - subject.libraries_at >= _LIBRARIES_EVERY_S:
+            subject.libraries_at = time.monotonic()
+            subject.libraries = process.bypass_libraries(pid)
+        seen.libraries = subject.libraries
         if self._box_lacks_stacks(subject):
             self._start_py_spy(subject)
         self._collect(subject, wait_s)

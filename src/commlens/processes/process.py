@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commlens.blackbox import job_dirs
+from commlens.model.bypass import libraries_in
 from commlens.text import INLINE_CODE, printable, signal_name
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -232,6 +233,15 @@ def has_torch(pid: int) -> bool:
 def keeps_box(pid: int) -> bool:
     """Return whether a process is recorded, or is the child of one that is."""
     return _has_mapped(pid, _BOX)
+
+
+def bypass_libraries(pid: int) -> list[str]:
+    """Return the libraries in a process that communicate past torch's dispatcher."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
+            return libraries_in(maps)
+    except OSError:
+        return []
 
 
 def _has_mapped(pid: int, name: re.Pattern[bytes]) -> bool:

@@ -36,7 +36,7 @@ class TestWhoAndWhat:
             job="j7",
             host="n03",
             local_rank=2,
-            about={"restart": 1, "coverage": ["CUDA graphs"]},
+            about={"restart": 1},
         )
         box.word(296, 41)
         box.heartbeat(MONO + 5_000_000_000)
@@ -51,7 +51,6 @@ class TestWhoAndWhat:
             None,
             "x.box",
         )
-        assert log.coverage == ["CUDA graphs"]
         assert (log.collectives, log.issued, log.problems) == ([], 0, [])
 
     def test_a_rank_that_makes_a_new_default_group_has_not_left(self) -> None:
@@ -206,14 +205,13 @@ class TestWhoAndWhat:
             about={
                 "job": ["x"],
                 "restart": "two",
-                "coverage": "all",
                 "prefixes": 3,
                 "torch": {},
                 "boot_id": 4,
             }
         )
         log = read_box(box.bytes())
-        assert (log.job, log.restart, log.coverage) == ("", 0, ["all"])
+        assert (log.job, log.restart) == ("", 0)
         box.write_header(b"[1, 2]")
         assert read_box(box.bytes()).problems == [
             "the text about the process (job, host, script) is damaged"

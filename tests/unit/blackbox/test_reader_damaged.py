@@ -256,9 +256,7 @@ changes = st.dictionaries(
     changes,
     st.lists(json, max_size=3),
     st.dictionaries(
-        st.sampled_from(
-            ["job", "host", "restart", "prefixes", "coverage", "torch", "script", "boot_id"]
-        ),
+        st.sampled_from(["job", "host", "restart", "prefixes", "torch", "script", "boot_id"]),
         json,
         max_size=4,
     ),

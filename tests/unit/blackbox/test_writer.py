@@ -222,7 +222,6 @@ def written(tmp_path: Path) -> BoxWriter:
         "script": "train.py --big",
         "torch": "2.13.0",
         "prefixes": prefixes,
-        "coverage": ["x"],
     }
     path = tmp_path / "rank2.77.box"
     return BoxWriter(
@@ -281,12 +280,11 @@ class TestTheRealWriter:
         written.heartbeat()
         log = read_box(written.path)
         assert (log.rank, log.world_size, log.local_rank, log.pid) == (2, 4, 1, os.getpid())
-        assert (log.job, log.host, log.script, log.versions, log.coverage) == (
+        assert (log.job, log.host, log.script, log.versions) == (
             "j1",
             "n01",
             "train.py --big",
             {"torch": "2.13.0"},
-            ["x"],
         )
         assert (log.initialised, log.steps, log.problems) == (True, 12, [])
         assert before <= log.heartbeat_ns <= log.captured_ns

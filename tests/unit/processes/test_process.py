@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -129,3 +130,12 @@ def test_a_process_that_is_recorded_has_its_box_mapped(tmp_path: Path) -> None:
             assert process.keeps_box(child.pid) is recorded
             child.communicate()
     assert not process.keeps_box(child.pid), "it has ended"
+
+
+def test_libraries_that_communicate_past_torch(tmp_path: Path) -> None:
+    file = tmp_path / "deep_ep_cpp.cpython-312-x86_64-linux-gnu.so"
+    file.write_bytes(bytes(4096))
+    before = process.bypass_libraries(os.getpid())
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        assert process.bypass_libraries(os.getpid()) == sorted([*before, "deep_ep"])
+    assert process.bypass_libraries(2**22 + 1) == []

@@ -85,7 +85,6 @@ class Box:
             "python": "3.11.9",
             "commlens": "0.1.0",
             "prefixes": {"torch": TORCH, "commlens": COMMLENS, "python": [STDLIB, "<frozen"]},
-            "coverage": [],
         } | (about or {})
         self.head = 0
         self.index = 0

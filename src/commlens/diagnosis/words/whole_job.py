@@ -12,6 +12,7 @@ from commlens.diagnosis.causes.whole_job import MotionlessCase
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE
+from commlens.model.bypass import Bypass, bypasses_of
 from commlens.model.cause import Fewer, LatentFault, NoFault, Unexplained
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
@@ -27,6 +28,7 @@ from commlens.text import (
     group_phrase,
     hazard_phrase,
     joined,
+    number,
     op_phrase,
     rank_phrase,
     ranks_and_verb,
@@ -122,10 +124,8 @@ def looked_at(job: JobIndex) -> str:
     total = sum(len(view.history) for view in job.views.values())
     ranks = count(len(job.views), "rank")
     of = f" of {job.size}" if job.size != len(job.views) else ""
-    unseen = sorted({text for view in job.views.values() for text in view.log.coverage})
-    without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
     groups = {key[1:] for key in job.channels}
-    return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}{without}"
+    return f"{ranks}{of}, {count(total, 'record')} of {count(len(groups), 'group')}"
 
 
 def last_attempt(dumps: Sequence[RankColumns]) -> str:
@@ -150,7 +150,23 @@ def missing_evidence(job: JobIndex) -> list[str]:
         *_outsiders(job.worlds),
         *_lost_heads(job),
         *(f"{capital(ranks_phrase(ranks))}: {text}." for text, ranks in _problems(job).items()),
+        *map(past_torch, bypasses_of(view.log for view in job.views.values())),
     ]
+
+
+def past_torch(bypass: Bypass) -> str:
+    """``"Rank 2 loaded deep_ep: 1,204 calls of it are recorded."``."""
+    each = " of each" if len(bypass.ranks) > 1 else ""
+    least, most = bypass.calls
+    counted = count(most, "call") if least == most else f"{number(least)} to {count(most, 'call')}"
+    recorded = {
+        "calls": f"{counted}{each} {'is' if most == 1 else 'are'} recorded",
+        "no-call": "its calls would be recorded, and none is among the records",
+        "other-version": "its calls are not recorded, because this version has other signatures",
+        "never": "its calls are not recorded",
+    }[bypass.recorded]
+    loaded = "loaded" if bypass.loaded else "called"
+    return f"{capital(ranks_phrase(bypass.ranks))} {loaded} {bypass.library}: {recorded}."
 
 
 def left_no_record(ranks: Sequence[int], size: int) -> str:
