@@ -11,8 +11,19 @@ from typing import Any, Final, get_args
 import msgspec
 
 from commlens.diagnosis.index.process_exit import CRASHES
-from commlens.matching.error_texts import Failure, consequence_of, failure_of
-from commlens.matching.errors import ErrorKind, known_error, names_backend, worker_end
+from commlens.matching.error_texts import (
+    Failure,
+    consequence_of,
+    failure_of,
+    is_memory_of_others,
+)
+from commlens.matching.errors import (
+    ErrorKind,
+    is_kernel_error,
+    known_error,
+    names_backend,
+    worker_end,
+)
 from commlens.model.cause import (
     AnyCause,
     Cause,
@@ -99,8 +110,10 @@ _FAILURES: Final[Mapping[Failure, Decided]] = MappingProxyType(
         "memory": ("stop", "memory", "medium"),
         "refused": ("stop", "exception", "medium"),
         "broken-device": ("exclude-node", "hardware", "medium"),
+        "no-device": ("exclude-node", "settings", "medium"),
         "connection": ("retry", "connection", "medium"),
         "device": NOT_KNOWN,
+        "crashed": ("retry", "crashed", "low"),
         "interrupted": NOT_KNOWN,
     }
 )
@@ -138,10 +151,13 @@ def action_of(
     if isinstance(cause, (Slow, Straggler)):
         return None
     broken = _broken(cause)
-    do, because, confidence = _decide(first, broken)
+    told = _told_why(verdict, cause)
+    do, because, confidence = _told_by_logs(told) if told is not None else _decide(first, broken)
     nodes = _gone(cause) or sorted({each.node for each in broken}) or _hosts_of(verdict, hosts)
     if because == "settings" and {*nodes} == {*hosts.values()}:
         do = "stop"  # all nodes have them, or the only one
+    if told is not None and do == "exclude-node" and len(nodes) > 1:
+        do = "unknown"  # the kernel's line does not say on which node
     sure = confidence if first.certain and not broken else _lower(confidence, first.confidence)
     return Action(
         do,
@@ -182,6 +198,19 @@ def _decide(finding: Finding, broken: Sequence[Hardware]) -> Decided:
         return _PROGRAM if finding.kind.startswith("mismatch") else NOT_KNOWN
     row = _ROWS.get(type(cause))
     return row(cause) if row is not None else _PROGRAM
+
+
+def _told_why(verdict: Verdict, cause: AnyCause | None) -> ToldByLogs | None:
+    """Return the line of a scheduler or the kernel that says why a rank died; None without one."""
+    if not isinstance(cause, Dead):
+        return None
+    told = [each.cause for each in verdict.findings if isinstance(each.cause, ToldByLogs)]
+    by_device = is_kernel_error(cause.error) or failure_of(cause.error) in (
+        "device",
+        "broken-device",
+    )
+    fitting = {"out-of-memory": cause.signal == "SIGKILL", "gpu-error": by_device}
+    return next((each for each in told if fitting.get(each.ending or "")), None)
 
 
 # --- nodes
@@ -267,6 +296,8 @@ def _raised(text: str, confidence: Confidence) -> Decided:
     if known is not None and known.kind in _ERRORS:
         return _ERRORS[known.kind]
     failure = failure_of(text)
+    if failure == "memory" and is_memory_of_others(text):
+        return "retry", "memory", "low"
     if (
         failure in ("device", "interrupted", None)
         and names_backend(text)
@@ -281,7 +312,13 @@ def _raised(text: str, confidence: Confidence) -> Decided:
 def _ended(cause: Ended) -> Decided:
     if cause.how == "kept-address":
         return ("retry", "stale-address", "medium") if cause.restarts else _PROGRAM
-    return ("retry", "killed", "low") if cause.how == "from-outside" else NOT_KNOWN
+    if cause.how == "after-a-peer" and not cause.silent:
+        known = known_error(cause.error)
+        is_link = known is not None and known.kind == "network-link"
+        return ("retry", "connection", "low") if is_link else NOT_KNOWN
+    # Ctrl-C is no fault, but nothing tells why it was pressed
+    was_cut = cause.how == "from-outside" and cause.signal != "SIGINT"
+    return ("retry", "killed", "low") if was_cut else NOT_KNOWN
 
 
 def _refused(cause: Refused) -> Decided:
@@ -358,11 +395,11 @@ the like are."""
 SHORT_NS: Final = 3_600_000_000_000
 """Of attempts that lasted longer, only those are compared that ended at the same collective."""
 _UNLUCKY: Final = 3
-"""After so many short attempts in a row that were killed or crashed, at whatever line, the program
-counts as the reason.
+"""After so many short attempts in a row that were killed, crashed or lost a connection, at whatever
+line, the program counts as the reason.
 """
 _MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
-    {"data", "connection", "stuck", "crashed", "killed", "stale-address", "not-known"}
+    {"data", "connection", "stuck", "crashed", "killed", "memory", "stale-address", "not-known"}
 )
 """Reasons that do not say why the fault should come back: if it does at the same line, either the
 program or the node is at fault."""
@@ -403,7 +440,8 @@ def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
         before = [each for each in before if _reason(each) != "stale-address"]
     same = [*takewhile(partial(_is_same, action, verdict), before)]
     alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
-    unlucky = action.because in ("killed", "crashed") and len(alike) >= _UNLUCKY - 1
+    may_be_luck = action.because in ("killed", "crashed", "connection")
+    unlucky = may_be_luck and len(alike) >= _UNLUCKY - 1
     if not same and not unlucky:
         return action
     changed: dict[str, Any] = {"attempts": 1 + max(len(same), len(alike) if unlucky else 0)}

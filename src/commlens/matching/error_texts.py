@@ -55,13 +55,24 @@ _REFUSED_ADDRESS = re.compile(
 _REFUSAL = re.compile(r"\bDistributedOperationException\b")
 
 
-Failure = Literal["memory", "refused", "broken-device", "connection", "device", "interrupted"]
+Failure = Literal[
+    "memory",
+    "refused",
+    "broken-device",
+    "no-device",
+    "connection",
+    "device",
+    "crashed",
+    "interrupted",
+]
 """What a failed program's error is about, for whoever starts it again.
 
 ``memory``: there was not enough. ``refused``: a server knows the request and refuses it.
-``broken-device``: a GPU or its link does not work any more. ``connection``: a network, a server or
+``broken-device``: a GPU or its link does not work any more. ``no-device``: the process may use no
+GPU, or another process has it. ``connection``: a network, a server or
 a shared file system did not answer. ``device``: a GPU's error that does not say whether the program
-or the device is at fault. ``interrupted``: by Ctrl-C.
+or the device is at fault. ``crashed``: by a signal of its own, as Python's faulthandler tells.
+``interrupted``: by Ctrl-C.
 """
 
 # The exceptions of torch, of the standard library, requests, urllib3, aiohttp and botocore, the
@@ -69,18 +80,37 @@ or the device is at fault. ``interrupted``: by Ctrl-C.
 _FAILURES: Final[dict[Failure, str]] = {
     "memory": r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory",
     "refused": r"\b40[0134] Client Error|\bHTTP Error 40[0134]\b",
-    "broken-device": r"uncorrectable ECC|over nvlink|hardware error|no CUDA-capable|No CUDA GPUs"
-    r"|busy or unavailable",
+    "broken-device": r"uncorrectable (?:ECC|NVLink)|over nvlink|hardware error",
+    "no-device": r"no CUDA-capable|No CUDA GPUs|busy or unavailable|unsupported display driver"
+    r"|[Dd]river/library version mismatch",
     "connection": r"\b\w*(?:Connection|BrokenPipe|Timeout|URL|HTTP|DistNetwork|DistStore"
     r"|IncompleteRead|Protocol|Disconnected|MaxRetry|ChunkedEncoding)\w*Error\b"
     r"|RemoteDisconnected|\bIncompleteRead\b|\b(?:Read|Connect)Timeout\b"
     r"|\[Errno (?:5|70|110|111|112|113|116|121)\]|Stale file handle|Remote I/O error"
     r"|Service ?Unavailable|Too Many Requests|SlowDown|Temporary failure in name resolution"
-    r"|couldn't connect",
+    r"|couldn't connect|\b[Tt]imed out\b",
     "device": r"CUDA error|cuda error|cuDNN|CUBLAS_STATUS|HIP error",
+    "crashed": r"^Fatal Python error: (?:Segmentation fault|Bus error|Abort|Illegal|Floating)",
     "interrupted": r"^(?:KeyboardInterrupt|SystemExit: 0)",
 }
 _FAILURE_PATTERNS: Final = {name: re.compile(text) for name, text in _FAILURES.items()}
+
+
+# torch 2.1 to 2.15: CUDACachingAllocator.cpp
+_IN_USE = re.compile(
+    r"(?P<other>Process \d+ has|this process has) (?P<size>[\d.]+) (?P<unit>[KMG])iB"
+)
+_MIB: Final = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+
+
+def is_memory_of_others(text: str) -> bool:
+    """Return whether an error says that other processes use more of the GPU's memory than the one
+    that got none.
+    """
+    used = {"t": 0.0, "P": 0.0}
+    for found in _IN_USE.finditer(text):
+        used[found["other"][0]] += float(found["size"]) * _MIB[found["unit"]]
+    return used["P"] > used["t"]
 
 
 def failure_of(text: str) -> Failure | None:

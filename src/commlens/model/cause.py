@@ -940,6 +940,7 @@ class Ended(Cause, tag="ended", kw_only=True):
     processes: list[ExitKind]  # in the order of the ranks
     how: HowEnded
     silent: list[Rank] = []  # no line of a log tells anything of them
+    error: str = ""  # of the first, after a peer
     signal: str | None = None
     addresses: list[str] = []  # those at which nobody listened
     restarts: int = 0  # of the workers, before

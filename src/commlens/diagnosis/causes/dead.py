@@ -363,6 +363,7 @@ def _add_after_a_peer(context: Context, peers: list[int], failed: list[int]) -> 
         processes=processes_of(context, peers),
         how="after-a-peer",
         silent=silent,
+        error=views[first].log.told_error[:_ERROR_MAX],
     )
     context.cases.append(Case(cause, views[first].last_op, views[first].exit.source))
 
@@ -378,7 +379,7 @@ def _add_stopped(context: Context, stopped: list[int]) -> None:
     """Add ranks that were ended from outside: if one is gone, torchrun ends the others."""
     views = context.job.views
     gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
-    ranks = gone or stopped
+    ranks, end = gone or stopped, views[stopped[0]].exit
     cause = Ended(
         kind="dead",
         why="unknown" if gone else "killed",
@@ -391,7 +392,7 @@ def _add_stopped(context: Context, stopped: list[int]) -> None:
         first=ranks[0],
         processes=processes_of(context, ranks),
         how="unobserved" if gone else "from-outside",
-        signal=views[stopped[0]].log.observation.signal,
+        signal="SIGINT" if end.how == "interrupted" else end.signal or None,
     )
     context.cases.append(Case(cause, views[ranks[0]].last_op))
 
