@@ -1,0 +1,206 @@
+"""Convert what a log tells of one rank to its columns: only collectives that timed out, and those
+that NCCL's own lines name, become operations.
+"""
+
+from __future__ import annotations
+
+from textwrap import shorten
+from typing import Any, Final
+
+from commlens.formats.columns import (
+    COMPLETED,
+    DTYPES,
+    SCHEDULED,
+    STARTED,
+    RankColumns,
+    stack_of,
+)
+from commlens.formats.torch_log.lines import NamedGroup, Timeout
+from commlens.formats.torch_log.nccl_lines import Communicator, NcclCall
+from commlens.formats.torch_log.rank_lines import NO_SEQUENCE_OPS, GroupLines, JobLines, RankLines
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.ops import REDUCING, ROOTED, UNKNOWN_DTYPE, watchdog_wire_op
+from commlens.text import count
+
+NOTES_MAX: Final = 20  # sentences per rank
+UNREAD_MAX: Final = 200  # characters of a line that are quoted
+_UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
+_GROUPS: Final = {"": "", "0": " of the default group"}  # of torch 2.15's backend
+
+
+class _Operations:
+    """The operations of one rank, column by column."""
+
+    def __init__(self, columns: RankColumns) -> None:
+        self._columns = columns
+        self._lists: dict[str, list[Any]] = {name: [] for name in DTYPES}
+        self._channels: dict[Channel, int] = {}  # index by channel
+
+    def __len__(self) -> int:
+        return len(self._lists["sequence"])
+
+    def add(self, channel: Channel, args_index: int, **values: int) -> None:
+        """Append an operation; columns without a value are unknown."""
+        values["channel"] = self._channels.setdefault(channel, len(self._channels))
+        values["args_index"] = args_index
+        for column, content in self._lists.items():
+            content.append(values.get(column, _UNKNOWN.get(column, 0)))
+
+    def finish(self, failed_stack: list[tuple[str, int, str]]) -> None:
+        """Set the columns, and the stack of the failed collective if there is no other one."""
+        self._columns.channels = list(self._channels)
+        if failed_stack and len(self) == 1:
+            self._columns.call_stacks = [stack_of(failed_stack)]
+            self._lists["stack"] = [0]
+        self._columns.set_columns(self._lists)
+
+
+def columns_of(rank: int, about: RankLines, job: JobLines) -> RankColumns:
+    """Return the columns of a rank; -1: of lines whose rank is unknown."""
+    columns = about.columns
+    columns.rank, columns.world_size = rank, job.world_size
+    columns.launcher_signal, columns.remarks = job.launcher_signal, job.remarks
+    columns.endings = job.endings + job.store_lines
+    columns.of_job = rank < 0 and (columns.by_launcher or about.tells_nothing)
+    columns.exception_stack = stack_of(about.exception_frames)
+    if job.only_local and rank >= 0:
+        columns.problems.append("the log has only local ranks, which were used as ranks")
+    if about.unread:
+        quoted = shorten(about.first_unread, UNREAD_MAX, placeholder=" ...")
+        columns.problems.append(
+            f"{count(about.unread, 'line')} of torch's watchdog could not be read: {quoted}"
+        )
+        columns.lost_entries = True
+    operations = _Operations(columns)
+    for known in about.groups.values():
+        _add_group(columns, operations, known, about.times)
+    for communicator in job.communicators:
+        _add_calls(columns, operations, communicator)
+    _add_unplaced(columns, about)
+    operations.finish(about.stack)
+    return columns
+
+
+def _add_group(
+    columns: RankColumns, operations: _Operations, known: GroupLines, times: dict[int, int]
+) -> None:
+    """Add a group, its progress, and what timed out in it."""
+    group, progress = known.group, known.progress
+    name = group.name or ("0" if group.is_default else "")
+    timeouts = known.timeouts
+    for timeout in timeouts.values():
+        unplaced = not name or watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS
+        if unplaced and not timeout.has_failed:
+            columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
+    if not name:  # a process-local number, which differs between ranks
+        return
+    channel = Channel(
+        ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda"
+    )
+    columns.groups.append(channel)
+    columns.numbers[name] = group.rank
+    if progress is not None:
+        columns.status[name] = (progress.enqueued, progress.started, progress.completed)
+    for number, timeout in timeouts.items():
+        if watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS or (
+            progress is not None and number <= progress.completed
+        ):
+            continue
+        columns.args.append(
+            CollectiveArgs(
+                watchdog_wire_op(timeout.op),
+                timeout.op,
+                _elements(timeout.inputs),
+                _elements(timeout.outputs),
+            )
+        )
+        has_started = progress is not None and progress.started >= number
+        operations.add(
+            channel,
+            len(columns.args) - 1,
+            sequence=number,
+            timeout_ms=timeout.timeout_ms,
+            created_ns=_created_ns(timeout, times.get(number, 0)),
+            state=STARTED if has_started else SCHEDULED,
+        )
+
+
+def _add_calls(columns: RankColumns, operations: _Operations, communicator: Communicator) -> None:
+    """Add what a rank issued on a communicator: those collectives that all its ranks issued alike
+    have completed.
+    """
+    channel = Channel(
+        ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda"
+    )
+    kinds: dict[NcclCall, int] = {}
+    for number, call in communicator.calls.get(columns.rank, {}).items():
+        if call not in kinds:
+            kinds[call] = len(columns.args)
+            columns.args.append(_args_of_call(call))
+        operations.add(
+            channel,
+            kinds[call],
+            sequence=number,
+            record_id=len(operations),
+            state=COMPLETED if number <= communicator.met else SCHEDULED,
+        )
+
+
+def _add_unplaced(columns: RankColumns, about: RankLines) -> None:
+    """Add notes on the timeouts whose group or number the log does not name."""
+    for (group_rank, _), timeout in about.unassigned.items():
+        if timeout.has_failed:
+            continue
+        rank_text = (
+            f" on rank {group_rank} of it" if columns.rank < 0 and group_rank is not None else ""
+        )
+        columns.timeouts.append(
+            f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}"
+        )
+        columns.unplaced.append((watchdog_wire_op(timeout.op), timeout.number))
+    columns.timeouts += [
+        f"an operation{_GROUPS.get(name, f' of group {name}')} timed out{_after(limit)}; its"
+        " line does not tell which"
+        for name, limit in about.nccl2_timeouts.items()
+    ]
+    del columns.timeouts[NOTES_MAX:]
+
+
+def _created_ns(timeout: Timeout, logged_ns: int) -> int:
+    """Return when a collective was issued whose timeout was logged at that time; 0: unknown."""
+    if not logged_ns or timeout.ran_ms < 0:
+        return 0
+    return max(0, logged_ns - timeout.ran_ms * 1_000_000)
+
+
+def _args_of_call(call: NcclCall) -> CollectiveArgs:
+    """Return the arguments of a collective in NCCL's words: the count is that of the tensor that
+    every rank has.
+    """
+    specs = (TensorSpec((call.elements,), call.dtype or UNKNOWN_DTYPE, "cuda"),)
+    reduce_op = call.reduce_op if call.op in REDUCING and call.reduce_op else None
+    return CollectiveArgs(
+        call.op, call.op, specs, specs, reduce_op, call.root if call.op in ROOTED else None
+    )
+
+
+def _elements(count: int | None) -> tuple[TensorSpec, ...]:
+    return () if count is None else (TensorSpec((count,), UNKNOWN_DTYPE, "cuda"),)
+
+
+def _timed_out(timeout: Timeout) -> str:
+    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out{_after(timeout.timeout_ms)}"
+
+
+def _after(timeout_ms: int) -> str:
+    return f" after {timeout_ms / 1000:g} s" if timeout_ms else ""
+
+
+def _group_phrase(group: NamedGroup) -> str:
+    if group.name:
+        return f" in group {group.description or group.name}"
+    named = f" ({group.description})" if group.description else ""
+    return (
+        f" in the process-local group number {group.number}{named}, which other ranks may number"
+        " differently"
+    )

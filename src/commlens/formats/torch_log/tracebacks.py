@@ -1,0 +1,191 @@
+"""Find each rank's exception in a log: Python's tracebacks, also inside of what a launcher prints,
+the exception that caused it, and a library's last error after it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+from commlens.formats.torch_log.rank_lines import FrameLine, RankLines
+from commlens.model.ranklog import CAUSED_BY
+
+FRAMES_MAX: Final = 400  # of a stack
+
+_FRAME: Final = re.compile(
+    r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})'
+)
+_RAISED: Final = re.compile(
+    r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|Iteration)\b"
+)
+_OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
+# named by a launcher, or by vLLM's engine, because a worker ended
+_NO_WORKER: Final = re.compile(
+    r"ChildFailedError|SignalException|subprocess\.CalledProcessError"
+    r"|Process(?:Exited|Raised)Exception|Engine core initialization failed"
+)
+# an exception of any name, as the last line of a traceback
+_NAMED: Final = re.compile(r"[A-Za-z_][\w.]{0,200}(?::\s|$)")
+# in torchrun's list of failed workers: the traceback of one that torchelastic's record() decorates
+_IN_SUMMARY: Final = re.compile(r"\s+traceback : Traceback \(most recent call last\):")
+_SUMMARY_INDENT: Final = "  "
+# of torch.multiprocessing.spawn, before a traceback
+_SPAWNED: Final = re.compile(r"-- Process (\d{1,7}) terminated with the following error:")
+# of torchrun, Accelerate and DeepSpeed
+_LAUNCHER: Final = re.compile(
+    r"(?:^|[/\\])(?:torchrun|accelerate|deepspeed)$"
+    r"|torch/distributed/(?:run|launch|launcher/api)\.py$|accelerate/commands/launch\.py$"
+    r"|torch/distributed/elastic/(?:agent|rendezvous)/"
+)
+# "The above exception was the direct cause of ..." or "During handling of the above exception, ..."
+_CHAINED: Final = re.compile(r"^(?:The above exception was|During handling of the above exception)")
+# it ends its rank, also where its traceback is left out
+_BARE: Final = re.compile(r"torch\.distributed\.Dist\w{1,40}Error: ")
+# an exception of NCCL, RCCL or HCCL, and the line after it that says what happened
+_WITH_LAST_ERROR: Final = re.compile(
+    r"[NRH]CCL (?:[Ee]rror|Async Error|function error)|NCCL \w{1,40} failed: "
+)
+_LAST_ERROR: Final = re.compile(
+    r"\s*(?:NCCL )?Last [Ee]rror:(?P<nccl>.*)"
+    r"|\s*E[A-Z]\d{4}: (?:\[PID: \d+\] )?(?:[\d:.-]{19,} +)?(?P<hccl>(?!Inner Error).*)"
+)
+_HEADER_WITHIN: Final = 4  # lines after an exception
+_CAUSE_MAX: Final = 500  # characters of an exception that caused another one
+
+
+@dataclass(slots=True)
+class _Traceback:
+    """A traceback that is being read."""
+
+    # " (RANK 3)": of that rank, inside the exception of the rank that prints it
+    inner_rank_text: str
+    frames: list[FrameLine] = field(default_factory=list)  # outermost first
+
+
+@dataclass(slots=True)
+class _AwaitedError:
+    """A library's last error, which may follow a rank's exception: a header, and the text in the
+    same line or in the next one.
+    """
+
+    about: RankLines
+    lines_left: int = _HEADER_WITHIN  # until the header
+    header_seen: bool = False
+
+
+class Tracebacks:
+    """Reads the lines that may belong to exceptions, in order."""
+
+    def __init__(self) -> None:
+        self._reading: dict[int, _Traceback] = {}  # by rank
+        self._chained: set[int] = set()  # ranks whose last exception caused the next one
+        self._awaited: dict[int, _AwaitedError] = {}  # by rank
+        # The next traceback without a rank is of this one, with its lines indented: after a line of
+        # spawn(), or in torchrun's list.
+        self._next_rank = -1
+        self._indent = ""
+
+    @property
+    def in_block(self) -> bool:
+        """Whether every line matters: a traceback is being read, or a last error may follow."""
+        return bool(self._reading or self._awaited)
+
+    def spawned_in(self, text: str) -> int | None:
+        """Return the process whose traceback torch.multiprocessing.spawn prints after this line;
+        None if it is another line.
+        """
+        if (found := _SPAWNED.search(text)) is None:
+            return None
+        self._next_rank = int(found[1])
+        return self._next_rank
+
+    def assign(self, rank: int, text: str, last_worker: int) -> tuple[int, str]:
+        """Return the rank of a line, and the line without the indent of torchrun's list.
+
+        Args:
+            rank: -1 if the line names none.
+            text: the line.
+            last_worker: the last rank in torchrun's list of failed workers.
+        """
+        if _IN_SUMMARY.match(text):
+            self._next_rank, self._indent = last_worker, _SUMMARY_INDENT
+        if rank < 0 <= self._next_rank:
+            return self._next_rank, text.removeprefix(self._indent)
+        return rank, text
+
+    def add_line(self, rank: int, about: RankLines, text: str) -> None:
+        """Parse a line of Python's."""
+        if "Traceback (most recent call last):" in text:
+            inner = _OF_RANK.search(text) if about.columns.exception else None
+            self._reading[rank] = _Traceback(f" {inner[0]}" if inner is not None else "")
+        elif rank not in self._reading:
+            if about.columns.exception and _CHAINED.match(text):
+                self._chained.add(rank)
+            if not about.columns.exception and _BARE.match(text):
+                self.set_exception(rank, about, text, [])
+        elif found := _FRAME.match(text):
+            frames = self._reading[rank].frames
+            if len(frames) < FRAMES_MAX:
+                frames.append((found["file"], int(found["line"]), found["function"]))
+        elif text and not text[0].isspace():
+            self._end_traceback(rank, about, text)
+
+    def _end_traceback(self, rank: int, about: RankLines, text: str) -> None:
+        """Parse the first line after the frames of a traceback, which names the exception."""
+        traceback = self._reading.pop(rank)
+        self._next_rank, self._indent = -1, ""
+        if traceback.inner_rank_text:
+            about.columns.exception += f"{traceback.inner_rank_text} {text[:500]}"
+        elif _is_raised(rank, text, traceback.frames):
+            self.set_exception(rank, about, text, traceback.frames[::-1])
+
+    def set_exception(
+        self, rank: int, about: RankLines, text: str, frames: list[FrameLine]
+    ) -> None:
+        """Set a rank's exception, and the exception that caused it if a line names one."""
+        columns = about.columns
+        cause = columns.exception if rank in self._chained else ""
+        by_launcher = any(_LAUNCHER.search(file) for file, _, _ in frames)
+        # the launcher ends because a worker raised: the worker's exception is kept
+        if by_launcher and columns.exception and not columns.by_launcher:
+            return
+        columns.exception, about.exception_frames = text[:1000], frames
+        columns.by_launcher = by_launcher
+        self._chained.discard(rank)
+        if cause:
+            columns.exception += f"{CAUSED_BY}{cause[:_CAUSE_MAX]}"
+        if _WITH_LAST_ERROR.search(text):
+            self._awaited[rank] = _AwaitedError(about)
+
+    def add_last_error(self, rank: int, text: str) -> None:
+        """Add a library's last error to the exception before it: it says what happened."""
+        if not self._awaited:
+            return
+        of = rank if rank in self._awaited else next(reversed(self._awaited))
+        if rank not in (of, -1):
+            return
+        awaited = self._awaited[of]
+        header = None if awaited.header_seen else _LAST_ERROR.match(text)
+        if awaited.header_seen:
+            error = text.strip()
+        else:
+            error = (header["nccl"] or header["hccl"] or "").strip() if header else ""
+        if error:
+            awaited.about.columns.exception += f"\nLast error:\n{error[:_CAUSE_MAX]}"
+        if header and not error:
+            awaited.header_seen = True
+            return
+        awaited.lines_left -= 1
+        if error or awaited.header_seen or not awaited.lines_left:
+            del self._awaited[of]
+
+
+def _is_raised(rank: int, text: str, frames: list[FrameLine]) -> bool:
+    """Return whether the first line after the frames of a traceback names an exception of a
+    worker.
+
+    Lines without a rank may be of any process, so that only usual names of exceptions count.
+    """
+    pattern = _NAMED if rank >= 0 and frames else _RAISED
+    return pattern.match(text) is not None and not _NO_WORKER.search(text[:120])
