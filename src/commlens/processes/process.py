@@ -129,6 +129,11 @@ def is_ending(pid: int) -> bool:
     return fields[0] in job_dirs.ENDED or bool(int(fields[6]) & _EXITING)
 
 
+def is_under_torchrun(pid: int) -> bool:
+    """Return whether torchrun started a process, or one above it."""
+    return "TORCHELASTIC_RUN_ID" in environment(pid)
+
+
 def are_running_under_torchrun(pids: Collection[int]) -> bool:
     """Return whether none of these ranks is being ended, and neither is torchrun, which started
     them and would end all at once.
@@ -137,9 +142,7 @@ def are_running_under_torchrun(pids: Collection[int]) -> bool:
         return False
     pid = next(iter(pids))
     launcher = read_stat(job_dirs.parent_of(pid))
-    return (
-        launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in environment(pid)
-    )
+    return launcher is not None and launcher.state == "S" and is_under_torchrun(pid)
 
 
 def is_running(pid: int, start_ticks: int) -> bool:

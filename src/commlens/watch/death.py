@@ -10,7 +10,9 @@ from commlens.watch.roster import Member
 
 SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
-ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if a user ends all processes
+# for the launcher's own signal, if a user ends all processes, and for torchrun's next SIGKILL
+ALONE_SETTLE_S: Final = 0.3
+KILLS_S: Final = 60.0  # how long torchrun may take to kill all ranks, one after the other
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
 _TERMINATED_CODE: Final = 128 + 15
@@ -47,6 +49,10 @@ def _was_terminated(member: Member) -> bool:
     )
 
 
+def _was_killed(member: Member) -> bool:
+    return member.ending is not None and member.ending.signal == "SIGKILL"
+
+
 def dead_ranks(members: Sequence[Member]) -> list[Member]:
     """Return the members that ended with a failure. One that ended in an unknown way is dead only
     if others wait for it.
@@ -68,9 +74,7 @@ def job_was_stopped(members: Sequence[Member], *, hung: bool = False) -> bool:
         return False
     if not hung:
         return len(dead) == len(members) and all(was_stopped(member) for member in dead)
-    killed = [
-        member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"
-    ]
+    killed = [member for member in dead if _was_killed(member)]
     first_ns = min(member.ended_ns for member in dead)
     at_last = len(killed) == len(members) or all(
         member.ended_ns > first_ns + LATE_KILL_NS for member in killed
@@ -92,6 +96,9 @@ class DeathDetector:
         self._due: float | None = None
         self._elsewhere = False
         self._reporter_until = 0.0
+        # All that died were killed, and torchrun may be killing one rank after the other: it waits
+        # for the end of each.
+        self._kills_in_turn = False
 
     @property
     def is_pending(self) -> bool:
@@ -105,6 +112,7 @@ class DeathDetector:
         now: float,
         *,
         alone: Callable[[], bool] = bool,
+        by_torchrun: Callable[[], bool] = bool,
     ) -> bool:
         """Add ranks that have ended.
 
@@ -113,6 +121,7 @@ class DeathDetector:
             members: all ranks.
             now: seconds.
             alone: whether no other rank is being ended, and their launcher would end all at once.
+            by_torchrun: whether torchrun started the ranks.
 
         Returns:
             Whether the first death of the job is among them.
@@ -123,11 +132,15 @@ class DeathDetector:
             if self.first is None:
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
                 was_alone = member.handle.ended_alone or (len(ended) == 1 and alone())
+                self._kills_in_turn = _was_killed(member) and by_torchrun()
                 self._add_first(member, now, was_alone=was_alone)
             elif was_stopped(self.first) and not was_stopped(member):
                 # the job was not stopped as a whole: this rank died because the first one was
                 # stopped
                 self._due = now + SETTLE_S
+            elif self._kills_in_turn and self._due is not None:
+                self._kills_in_turn = _was_killed(member)
+                self._due = now + (ALONE_SETTLE_S if self._kills_in_turn else SETTLE_S)
         if self._due is not None and not self.alone and not any(member.alive for member in members):
             self._due = now
         return known is None and self.first is not None
@@ -136,7 +149,7 @@ class DeathDetector:
         self.first, self._first_at = member, now
         self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
         settle_s = SETTLE_S
-        if self.alone:
+        if self.alone or self._kills_in_turn:
             settle_s = ALONE_SETTLE_S
         elif was_stopped(member) and not self._elsewhere:
             settle_s = STOP_SETTLE_S
@@ -177,8 +190,15 @@ class DeathDetector:
         self._due = now + SETTLE_S
         return True
 
-    def take_due(self, now: float, members: Sequence[Member] = ()) -> bool:
-        """Return whether to report the death now; True only once.
+    def take_due(
+        self,
+        now: float,
+        members: Sequence[Member] = (),
+        *,
+        ending: Callable[[], bool] = bool,
+    ) -> bool:
+        """Return whether to report the death now; True only once. ``ending``: whether another rank
+        is being ended.
 
         Ranks that a launcher has just started may die before they are seen. It ends the others
         then, and reports how they ended.
@@ -192,6 +212,9 @@ class DeathDetector:
             and len(members) < size
             and now < self._first_at + UNSEEN_S
         ):
+            self._due = now + SETTLE_S
+            return False
+        if self._kills_in_turn and now < self._first_at + KILLS_S and ending():
             self._due = now + SETTLE_S
             return False
         self._due = None

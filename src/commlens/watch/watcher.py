@@ -289,7 +289,11 @@ class Watcher:
             self._health.faults,
             self._health.values,
         )
-        if self._deaths.take_due(time.monotonic(), self._roster.current()):
+        if self._deaths.take_due(
+            time.monotonic(),
+            self._roster.current(),
+            ending=lambda: any(map(process.is_ending, self._living())),
+        ):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
             self.reporter.say_all(self._strangers.lines_at_start(time.monotonic()))
@@ -399,16 +403,28 @@ class Watcher:
             for member in ended
         ):
             self._stalls.add_finished_rank(now)
-        if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
+        if self._deaths.add(
+            ended,
+            members,
+            now,
+            alone=self._is_alone,
+            by_torchrun=lambda: (
+                self._launched or any(map(process.is_under_torchrun, self._living()))
+            ),
+        ):
             self.reporter.evidence.freeze()
             self._health.look_now()
         return bool(ended)
 
-    def _is_alone(self, members: Sequence[Member]) -> bool:
+    def _living(self) -> list[int]:
+        """Return the pids of this node's ranks that have not ended."""
+        return [member.pid for member in self._roster.current() if member.alive and member.here]
+
+    def _is_alone(self) -> bool:
         """Return whether no other rank is being ended, and torchrun, which would end all of them at
         once, is not busy doing so.
         """
-        pids = [member.pid for member in members if member.alive and member.here]
+        pids = self._living()
         if self._launched and pids:
             return not any(map(process.is_ending, pids))
         return process.are_running_under_torchrun(pids)

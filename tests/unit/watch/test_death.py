@@ -147,6 +147,39 @@ def test_ctrl_c_ends_ranks_one_by_one() -> None:
     assert not detector.alone and detector.was_job_stopped(members)
 
 
+def test_ranks_that_torchrun_kills_in_turn_are_waited_for() -> None:
+    """Each takes two seconds to end, and is killed once the one before has ended."""
+    detector = DeathDetector()
+    members = [member(1), member(2), member(3)]
+    for killed, now in zip(members, (10.0, 12.0, 14.0), strict=True):
+        killed.ending = KILLED
+        detector.add([killed], members, now, by_torchrun=lambda: True)
+        last = killed is members[2]
+        assert detector.take_due(now + 0.1, ending=lambda last=last: not last) is last, (
+            "it kills the next"
+        )
+        if not last:
+            assert not detector.take_due(now + 1.9, ending=lambda: True)
+
+
+@pytest.mark.parametrize(("by_torchrun", "at"), [(True, 10.31), (False, 10.06)])
+def test_a_kill_that_no_other_follows_is_a_death(by_torchrun: bool, at: float) -> None:
+    detector = DeathDetector()
+    members = [member(1, KILLED), member(2), member(3)]
+    detector.add(members[:1], members, 10.0, by_torchrun=lambda: by_torchrun)
+    assert not detector.take_due(at - 0.02)
+    assert detector.take_due(at, ending=lambda: not by_torchrun)
+
+
+def test_a_sigterm_after_a_kill_shows_that_torchrun_reacts_to_a_death() -> None:
+    detector = DeathDetector()
+    members = [member(1, KILLED), member(2), member(3)]
+    detector.add(members[:1], members, 10.0, by_torchrun=lambda: True)
+    members[1].ending = TERMINATED
+    detector.add(members[1:2], members, 10.2)
+    assert detector.take_due(10.26, ending=lambda: True)
+
+
 @pytest.mark.parametrize("interrupted", [INTERRUPTED, ProcessEnding(exit_code=130)])
 def test_a_rank_that_was_interrupted_alone_died_though_its_launcher_ends_the_others_then(
     interrupted: ProcessEnding,
