@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
@@ -152,15 +152,12 @@ def action_of(
         return None
     broken = _broken(cause)
     told = _told_why(verdict, cause)
-    do, because, confidence = _told_by_logs(told) if told is not None else _decide(first, broken)
+    decided = _told_by_logs(told) if told is not None else _decide(first, broken)
+    _, because, confidence = decided
     nodes = _gone(cause) or sorted({each.node for each in broken}) or _hosts_of(verdict, hosts)
-    if because == "settings" and {*nodes} == {*hosts.values()}:
-        do = "stop"  # all nodes have them, or the only one
-    if told is not None and do == "exclude-node" and len(nodes) > 1:
-        do = "unknown"  # the kernel's line does not say on which node
     sure = confidence if first.certain and not broken else _lower(confidence, first.confidence)
     return Action(
-        do,
+        _on_nodes(decided, nodes, {*hosts.values()}, by_logs=told is not None),
         because,
         sure,
         nodes,
@@ -169,6 +166,16 @@ def action_of(
         line=verdict.source,
         wait_s=cause.patience_s if isinstance(cause, Working) else None,
     )
+
+
+def _on_nodes(decided: Decided, nodes: Sequence[str], hosts: Set[str], *, by_logs: bool) -> Do:
+    """Return what to do, given the nodes that have the fault and those of the job."""
+    do, because, _ = decided
+    if because == "settings" and {*nodes} == hosts:
+        return "stop"  # all nodes have them, or the only one
+    if by_logs and do == "exclude-node" and len(nodes) > 1:
+        return "unknown"  # the kernel's line does not say on which node
+    return do
 
 
 def _hosts_of(verdict: Verdict, hosts: Mapping[int, str]) -> list[str]:

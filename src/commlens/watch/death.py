@@ -134,13 +134,8 @@ class DeathDetector:
                 was_alone = member.handle.ended_alone or (len(ended) == 1 and alone())
                 self._kills_in_turn = _was_killed(member) and by_torchrun()
                 self._add_first(member, now, was_alone=was_alone)
-            elif was_stopped(self.first) and not was_stopped(member):
-                # the job was not stopped as a whole: this rank died because the first one was
-                # stopped
-                self._due = now + SETTLE_S
-            elif self._kills_in_turn and self._due is not None:
-                self._kills_in_turn = _was_killed(member)
-                self._due = now + (ALONE_SETTLE_S if self._kills_in_turn else SETTLE_S)
+            else:
+                self._add_later(self.first, member, now)
         if self._due is not None and not self.alone and not any(member.alive for member in members):
             self._due = now
         return known is None and self.first is not None
@@ -154,6 +149,14 @@ class DeathDetector:
         elif was_stopped(member) and not self._elsewhere:
             settle_s = STOP_SETTLE_S
         self._due = now + settle_s
+
+    def _add_later(self, first: Member, member: Member, now: float) -> None:
+        if was_stopped(first) and not was_stopped(member):
+            # the job was not stopped as a whole: this rank died because the first one was stopped
+            self._due = now + SETTLE_S
+        elif self._kills_in_turn and self._due is not None:
+            self._kills_in_turn = _was_killed(member)
+            self._due = now + (ALONE_SETTLE_S if self._kills_in_turn else SETTLE_S)
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
         """Return whether the ranks were stopped from outside, and not because one of them was;

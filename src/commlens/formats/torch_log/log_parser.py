@@ -259,19 +259,11 @@ class LogParser:
         self._add_nccl_ranks()
         self._assign_unnamed_errors()
         found = [columns_of(rank, about, self._job) for rank, about in sorted(self._ranks.items())]
-        told = [
-            one
-            for one in found
-            if one.rank >= 0
-            or one.timeouts
-            or one.exception
-            or one.stuck_watchdog_s
-            or one.lost_entries
-        ]
-        told = told or [one for one in found if one.launcher_signal or one.endings or one.remarks]
-        if told or not self._job.is_of_a_job:
+        if told := list(filter(_tells_of_a_rank, found)):
             return told
-        return found[:1]
+        if found and (found[0].launcher_signal or found[0].endings or found[0].remarks):
+            return found
+        return found[:1] if self._job.is_of_a_job else []
 
     def _split_by_group_rank(self) -> None:
         """Tell ranks apart by their rank in a group that is not named, if nothing else does: before
@@ -343,6 +335,12 @@ class LogParser:
         for about in self._ranks.values():
             if about.columns.device_assertion and not about.columns.exception:
                 about.columns.exception = f"CUDA error: {ASSERTED} triggered"
+
+
+def _tells_of_a_rank(one: RankColumns) -> bool:
+    """Return whether a log tells of a fault, or of a rank by its number."""
+    told = one.timeouts or one.exception or one.stuck_watchdog_s or one.lost_entries
+    return one.rank >= 0 or bool(told)
 
 
 def _add_work(
