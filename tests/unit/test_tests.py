@@ -140,7 +140,8 @@ NOT_YET = {
         diagnosis/index/columns
     """,
     "unit/formats/test_torch_log.py": """
-        formats/columns formats/torch_log/lines formats/torch_log/log_parser
+        formats/columns formats/torch_log/lines formats/torch_log/log_columns formats/torch_log/log_parser
+        formats/torch_log/rank_lines formats/torch_log/tracebacks
     """,
     "unit/formats/test_trace_json.py": """
         model/trace model/trace_changes model/trace_summary
