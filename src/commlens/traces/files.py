@@ -20,7 +20,7 @@ class ReadTraces:
     """The traces that were read, and notes about files that were not."""
 
     ranks: RankTraces
-    # sentences: files of a folder that are not traces
+    # sentences: files of a folder that are not traces, and traces that are hardly of one job
     notes: list[str] = field(default_factory=list)
 
 
@@ -37,17 +37,8 @@ def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
     traces: dict[int, tuple[Path, Trace]] = {}
     notes: list[str] = []
     for path in map(Path, paths):
-        files = _files(path) if path.is_dir() else [path]
-        found = 0
-        for file in files:
-            try:
-                trace = Trace.load(file)
-            except FormatError as error:
-                if not path.is_dir():
-                    raise
-                notes.append(printable(str(error)))
-                continue
-            found += 1
+        loaded = _load_folder(path, notes) if path.is_dir() else [(path, Trace.load(path))]
+        for file, trace in loaded:
             rank = trace.data.rank
             if rank in traces:
                 raise CommandError(
@@ -55,14 +46,28 @@ def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
                     " rank, or compare them with commlens compare."
                 )
             traces[rank] = (file, trace)
-        if not found:
-            why = f" {notes[0]}" if notes else ""
-            raise FormatError(
-                f"There is no trace in {path}: none of its {len(files)} files named *.json or"
-                f" *.json.gz is a trace.{why}"
-            )
     found_traces = [trace for _, trace in traces.values()]
     return ReadTraces(RankTraces(found_traces), [*notes, *_different_jobs(found_traces)])
+
+
+def _load_folder(folder: Path, notes: list[str]) -> list[tuple[Path, Trace]]:
+    """Load the traces of a folder, at least one; add a note for each other file to ``notes``."""
+    traces: list[tuple[Path, Trace]] = []
+    skipped: list[str] = []
+    files = _files(folder)
+    for file in files:
+        try:
+            traces.append((file, Trace.load(file)))
+        except FormatError as error:
+            skipped.append(printable(str(error)))
+    if not traces:
+        sentence = (
+            f"There is no trace in {folder}: none of its {len(files)} files named *.json or"
+            " *.json.gz is a trace."
+        )
+        raise FormatError(" ".join([sentence, *skipped[:1]]))
+    notes += skipped
+    return traces
 
 
 def _files(folder: Path) -> list[Path]:

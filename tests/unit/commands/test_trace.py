@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -309,7 +310,15 @@ def test_bad_input(tmp_path, x, capsys):
         )
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert f"There is no trace in {empty}" in run(capsys, "view", empty)[2]
+    good = tmp_path / "good"
+    good.mkdir()
+    (good / "notes.json").write_text("hello")
+    shutil.copy(x, good)
+    for folders in ([empty], [good, empty]):
+        assert run(capsys, "view", *folders)[2] == (
+            f"commlens: There is no trace in {empty}: none of its 0 files named *.json or"
+            " *.json.gz is a trace.\n"
+        )
 
 
 def test_compare(tmp_path, x, capsys):
