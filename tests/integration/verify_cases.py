@@ -64,10 +64,10 @@ class Context:
         from commlens.capture import session
 
         verifier, event = session.recording().recorder.verifier, threading.Event()
-        before = verifier.refusals if verifier is not None else 0
+        before = verifier.posted_refusals if verifier is not None else 0
 
         def look() -> None:
-            while verifier is not None and verifier.refusals == before:
+            while verifier is not None and verifier.posted_refusals == before:
                 time.sleep(0.02)
             event.set()
 

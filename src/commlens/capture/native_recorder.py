@@ -227,7 +227,8 @@ class NativeRecorder(Recorder):
 
     def make_plan(self, args: InternedArgs, stack: int, reduce_op: int) -> Any:
         """Return how C++ verifies the next collective like this; None if Python must do it."""
-        return self.verifier.plan(args, stack, reduce_op) if self.verifier is not None else None
+        code = reduce_op if reduce_op >= 0 else None
+        return self.verifier.plan(args, stack, code) if self.verifier is not None else None
 
     def verify_before_wait(self, native: Any) -> None:
         """Finish comparing before a thread waits, if C++ cannot decide alone; None for a Work
@@ -249,8 +250,8 @@ class NativeRecorder(Recorder):
 
     def after_verified_issue(self, token: Token) -> None:
         """Note that the backend accepted a collective that Python had verified."""
-        if token.args.refused_locally and self.verifier is not None:
-            self.verifier.announce_late(token)
+        if token.args.fails_locally and self.verifier is not None:
+            self.verifier.announce_accepted(token)
 
     def was_not_issued(self, args: InternedArgs, error: BaseException) -> bool:
         """Return whether the backend refused an op before anything was sent."""

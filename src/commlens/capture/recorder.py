@@ -196,8 +196,8 @@ class Recorder(CompletionTracker, tap.Subscriber):
         try:
             args = token.args
             args.channel.busy = 0
-            if args.refused_locally and self.verifier is not None:
-                self.verifier.announce_late(token)
+            if args.fails_locally and self.verifier is not None:
+                self.verifier.announce_accepted(token)
             boxed = result[-1] if type(result) is tuple else result
             if args.synchronous and boxed is not None:
                 # The caller waits at once. That wait also records that the call returned, and finds

@@ -130,7 +130,7 @@ class Watchdog:
         if not self._refused_since:
             self._refused_since = now
             return
-        looked_at = (self._recorder.writer.last_index, verifier.refusals)
+        looked_at = (self._recorder.writer.last_index, verifier.posted_refusals)
         if oldest is not None and looked_at != self._looked_at:
             self._looked_at = looked_at
             self._abort_refused_groups(verifier)

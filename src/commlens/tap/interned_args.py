@@ -31,6 +31,7 @@ class InternedArgs:
         "blob",
         "channel",
         "content",
+        "fails_locally",
         "first_tensor",
         "flags",
         "is_held",
@@ -41,7 +42,6 @@ class InternedArgs:
         "no_such_peer",
         "op",
         "peer",
-        "refused_locally",
         "synchronous",
         "tag",
         "too_large",
@@ -84,8 +84,8 @@ class InternedArgs:
         self.is_held = not self.synchronous and not channel.runs_ahead
         self.wait_only = self.op in GLOO_WAIT_ONLY
         self.misaddressed = False  # its root, peer or tag cannot be
-        # the backend will refuse it on this rank alone, so no peer's can match it
-        self.refused_locally = False
+        # the backend will refuse it on this rank alone, or fail its wait: no peer's can match it
+        self.fails_locally = False
         self.no_such_peer = False  # of a message: the group has no member with this rank
 
 
@@ -194,7 +194,7 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> 
     )
     args.no_such_peer = not args.flags and _is_outside(peer, group)
     args.misaddressed = args.tag < 0 or _is_outside(root, group) or _is_outside(peer, group)
-    args.refused_locally = args.misaddressed or (
+    args.fails_locally = args.misaddressed or (
         not args.channel.runs_ahead and will_be_refused(content, group.size)
     )
     return args

@@ -62,7 +62,7 @@ class CallVerifier(Protocol):
     def before_issue(self, token: Token, frame: FrameType | None, reduce_op: Any) -> None:
         """Announce a collective and compare it with the peers'."""
 
-    def announce_late(self, token: Token) -> None:
+    def announce_accepted(self, token: Token) -> None:
         """Announce a collective that the backend accepted against expectation."""
 
     def withdraw(self, token: Token) -> None:
@@ -80,14 +80,14 @@ class CallVerifier(Protocol):
         reached it.
         """
 
-    def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
+    def plan(self, args: InternedArgs, stack: int, reduce_op: int | None) -> Any:
         """Return how C++ verifies the next collective like this; None if Python must do it."""
 
     def refusal_for(self, error: BaseException) -> BaseException | None:
         """Return the refusal that explains a backend's error."""
 
     @property
-    def refusals(self) -> int:
+    def posted_refusals(self) -> int:
         """The number of refusals that the job's ranks have posted."""
 
     def unraised_refusal(self) -> str | None:

@@ -17,7 +17,14 @@ from commlens.tap.interned_args import InternedArgs
 from commlens.tap.token import Token
 from commlens.text import ranks_phrase
 from commlens.verification.call_site import call_site
-from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_label
+from commlens.verification.channels import (
+    BoardCode,
+    FunctionCall,
+    Pending,
+    VerifiedChannel,
+    board_code,
+    group_label,
+)
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.waiting import may_complete_early, needed_at_issue, needed_at_wait
@@ -65,7 +72,7 @@ class Announcer:
         self,
         token: Token,
         frame: FrameType | None,
-        reduce_op_code: int | None,
+        code: BoardCode,
         *,
         ring: bool = True,
     ) -> Pending | None:
@@ -75,13 +82,12 @@ class Announcer:
         Args:
             token: the recorder's token of the collective.
             frame: the caller's frame.
-            reduce_op_code: the code of its reduce op.
+            code: its reduce op.
             ring: wake the peers that wait for it.
         """
         channel = self.channel(token.args)
         if channel is None or not channel.slot:
             return None
-        code = 0 if reduce_op_code is None else reduce_op_code + 1
         signature = self.signature(token.args, code)
         self._count_thread(token.thread)
         if token.announced is None:
@@ -128,15 +134,15 @@ class Announcer:
         signature = B.key_of(name, leaves)
         position = self._call_blob(channel.key, signature, call, frame)
         number = self._with_round(channel, number)
-        self._writer.announce(channel.slot, number, signature, position, 0)
+        self._writer.announce(channel.slot, number, signature, position, board_code(None))
         self._bells.ring(channel.peers)
-        return Pending(channel, number, signature, 0, call)
+        return Pending(channel, number, signature, board_code(None), call)
 
     def withdraw(self, slot: int, number: int) -> None:
         """Remove an announcement: the collective was not issued."""
         self._writer.withdraw(slot, number)
 
-    def plan(self, args: InternedArgs, code: int, stack: int) -> Any:
+    def plan(self, args: InternedArgs, code: BoardCode, stack: int) -> Any:
         """Return a plan, by which C++ verifies further collectives like one that was verified here;
         None if Python must verify them.
 
@@ -145,10 +151,10 @@ class Announcer:
 
         Args:
             args: the collective's arguments.
-            code: its reduce op's code, plus 1.
+            code: its reduce op.
             stack: position of the stack that issues it.
         """
-        if args.refused_locally or args.channel.runs_ahead:
+        if args.fails_locally or args.channel.runs_ahead:
             return None
         generation = self._exchange.generation
         channel = self.channel(args)
@@ -185,7 +191,7 @@ class Announcer:
             channel.peers = self._peers.among(channel.members)
             channel.native = None
 
-    def signature(self, args: InternedArgs, code: int) -> int:
+    def signature(self, args: InternedArgs, code: BoardCode) -> int:
         """Return a number that is equal on ranks with equal arguments."""
         known = self._signatures.get(id(args))
         if known is None or known[0] is not args:
@@ -310,7 +316,9 @@ class Announcer:
 
     # --- blobs: arguments and call sites, for messages
 
-    def _blob(self, args: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
+    def _blob(
+        self, args: InternedArgs, code: BoardCode, stack: int, frame: FrameType | None
+    ) -> int:
         """Return the position of the blob with a collective's arguments and call site."""
         key = (id(args), code, stack)
         position = self._known_blob(key, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NewType
 
 from commlens.tap.groups import LiveGroup
 from commlens.tap.interned_args import InternedArgs
@@ -10,6 +10,13 @@ from commlens.text import DEFAULT_LABELS
 
 # how long a rank of a rooted op waits for ranks that it does not need
 ROOTED_PATIENCE_NS: Final = 1_000_000_000
+BoardCode = NewType("BoardCode", int)
+"""A reduce op as boards hold it: torch's code plus 1; 0: none, or one that cannot be read."""
+
+
+def board_code(reduce_op: int | None) -> BoardCode:
+    """Return torch's code of a reduce op, if there is one, as boards hold it."""
+    return BoardCode(0 if reduce_op is None else reduce_op + 1)
 
 
 class VerifiedChannel:
@@ -81,13 +88,13 @@ class Pending:
         channel: VerifiedChannel,
         number: int,
         signature: int,
-        code: int,
+        code: BoardCode,
         args: InternedArgs | BoardArgs,
     ) -> None:
         self.channel = channel
         self.number = number  # with its round
         self.signature = signature
-        self.code = code  # of the reduce op, plus 1
+        self.code = code
         self.args = args
         self.absent: list[int] = channel.peers
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -55,6 +56,15 @@ class Refusals:
             self.raised += 1
             if self._concerns_this_rank(posted):
                 raise _exception(posted)
+
+    @contextlib.contextmanager
+    def left_to_raise(self) -> Iterator[None]:
+        """Suppress a refusal that is raised meanwhile; this rank has not raised it then."""
+        raised = self.raised
+        try:
+            yield
+        except DistributedOperationException:
+            self.raised = raised
 
     def skip(self) -> None:
         """Do not raise what has been posted so far."""

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 from commlens.blackbox import job_dirs
@@ -41,7 +41,13 @@ from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
 from commlens.verification.call_site import call_site
-from commlens.verification.channels import Pending, VerifiedChannel, group_label
+from commlens.verification.channels import (
+    BoardCode,
+    Pending,
+    VerifiedChannel,
+    board_code,
+    group_label,
+)
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.link import Link
 from commlens.verification.messages import Subject, no_such_peer
@@ -79,7 +85,7 @@ class Verifier:
         Args:
             folder: the job's folder of black boxes.
             rank: the global rank.
-            timeout_s: returns how many seconds a peer may be silent.
+            timeout_s: returns after how many seconds a silent peer is refused.
             active: verify from now on; otherwise only between :meth:`enter` and :meth:`leave`.
             late: the ranks that enable verification together in mid-job. They number collectives
                 from there, so only they can be compared with each other.
@@ -92,26 +98,26 @@ class Verifier:
             OSError: there is no space for the files.
         """
         self.rank = rank
-        together = frozenset(late) - {rank}
-        counts_from = int(bool(together))
+        late_peers = frozenset(late) - {rank}
+        counts_from = int(bool(late_peers))
         self._folder = folder
-        self._log = RefusalLog(folder)
-        with self._log.locked():
-            if not _has_live_boards(folder):
-                self._log.reset()
+        self._refusal_log = RefusalLog(folder)
+        with self._refusal_log.locked():
+            if not _remove_ended_boards(folder):
+                self._refusal_log.reset()
             self._board = Board(
                 folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}",
                 rank,
                 job_dirs.start_ticks(os.getpid()),
             )
-        self._link = None if late else Link(folder, rank, self._log)
+        self._link = None if late else Link(folder, rank, self._refusal_log)
         self.exchange = (
-            make_exchange(self._board.map, self._log.map, rank)
+            make_exchange(self._board.map, self._refusal_log.map, rank)
             if make_exchange is not None
             else None
         )
-        bells: Any = Bells(self._log.map, rank) if self.exchange is None else self.exchange
-        self._refusals = Refusals(self._log, rank, bells)
+        bells: Any = Bells(self._refusal_log.map, rank) if self.exchange is None else self.exchange
+        self._refusals = Refusals(self._refusal_log, rank, bells)
         self._peers = Peers(folder, rank, self._board.path, counts_from)
         self._announcer = Announcer(self._board, bells, self._peers, self._refusals, self.exchange)
         self._comparison = Comparison(self._peers, self._refusals, self.exchange)
@@ -119,19 +125,24 @@ class Verifier:
             folder, self._board, bells, self._peers, self._comparison, self._refusals, timeout_s
         )
         self._rendezvous = Rendezvous(
-            folder, self._board, self._peers, together, timeout_s, self._find_new_boards
+            folder, self._board, self._peers, late_peers, timeout_s, self._find_new_boards
         )
         self._pending: dict[int, Pending] = {}  # by record index, until a thread waits for it
         self._boards_seen = 0
+        self._guarded = _Guard(self)
         self._off = False
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
         self._sampler = CallSampler() if sample and active else None
+        # It verifies           COUNTS_FROM  STEADY  PRESENT         ACTIVE
+        # from the job's start            0       1  ALL_RENDEZVOUS       1
+        # with late ranks                 1       0  0 until they meet    1
+        # only within enter()             0       0  0                    0
         self._board.set_word(B.COUNTS_FROM, counts_from)
-        steady = active and not together
+        steady = active and not late_peers
         self._board.set_word(B.STEADY, int(steady))
         self._board.set_word(B.PRESENT, ALL_RENDEZVOUS if steady else 0)
         self._board.set_word(B.ACTIVE, self._depth)
-        self._log.count_board()
+        self._refusal_log.count_board()
         self._update_exchange()
 
     def link(self) -> None:
@@ -161,34 +172,29 @@ class Verifier:
             reduce_op: torch's reduce op.
 
         Raises:
-            DistributedOperationException: it must not be issued.
+            DistributedOperationException: it must not be issued. The recorder then withdraws the
+                announcement.
         """
         args = token.args
-        if self._off or not self._depth or (args.channel.device == "cuda" and is_capturing()):
+        if not self.is_active or (args.channel.device == "cuda" and is_capturing()):
             return
-        if args.no_such_peer:
-            self._refuse_peer(token, frame)
-        if args.refused_locally:
-            return
-        try:
+        with self._guarded:
+            if args.no_such_peer:
+                self._refuse_peer(token, frame)
+            if args.fails_locally:
+                return
             self._catch_up()
             skipped = self._sampler is not None and self._depth == 1 and self._sampler.skips(token)
-            code = reduce_op_code(reduce_op)
+            code = board_code(reduce_op_code(reduce_op))
             pending = self._announcer.announce(token, frame, code, ring=not skipped)
             if pending is None or skipped:
                 return
             self._comparison.compare(pending)
             if pending.absent:
                 self._waiting.before_issue(pending, args, self._plans_changed)
-            if pending.absent:
+            if pending.absent:  # also after the wait
                 self._waiting.refuse_if_ended(pending)
                 self._keep(token.index, pending)
-        except DistributedOperationException:
-            raise
-        except Exception as error:
-            self._give_up(error)
-        finally:
-            self._update_exchange()
 
     def _keep(self, index: int, pending: Pending) -> None:
         """Keep a collective for the thread that waits for it; forget old ones if there are many."""
@@ -214,24 +220,22 @@ class Verifier:
         key = B.key_of("no such peer", group.incarnation, group.name, self.rank, args.op, args.peer)
         channel = VerifiedChannel(group, key, 0, group.ranks, [])
         self._refusals.post(
-            Pending(channel, token.number, 0, 0, args),
+            Pending(channel, token.number, 0, board_code(None), args),
             no_such_peer(subject, row),
         )
 
-    def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
+    def plan(self, args: InternedArgs, stack: int, reduce_op: int | None) -> Any:
         """Return how C++ verifies further collectives like one that was verified here; None if
         Python must do it.
 
         Args:
             args: the collective's arguments.
             stack: the position of its stack in the side table.
-            reduce_op_code: the code of its reduce op; -1 for none.
+            reduce_op: torch's code of its reduce op, if it has one.
         """
-        try:
-            return self._announcer.plan(args, reduce_op_code + 1, stack)
-        except Exception as error:
-            self._give_up(error)
-            return None
+        with self._guarded:
+            return self._announcer.plan(args, board_code(reduce_op), stack)
+        return None
 
     def before_call(
         self,
@@ -257,35 +261,33 @@ class Verifier:
         if not self.is_active or is_capturing():
             return
         try:
-            self._catch_up()
-            pending = self._announcer.announce_call(
-                name, group, number, describe(), threading.get_native_id(), frame
-            )
-            if pending is None:
-                return
-            try:
-                self._comparison.compare(pending)
-                if pending.absent:
-                    self._waiting.wait(pending, pending.absent)
-            except DistributedOperationException:
-                self._announcer.withdraw(pending.channel.slot, pending.number)
-                raise
+            with self._guarded:
+                self._catch_up()
+                pending = self._announcer.announce_call(
+                    name, group, number, describe(), threading.get_native_id(), frame
+                )
+                if pending is None:
+                    return
+                try:
+                    self._comparison.compare(pending)
+                    if pending.absent:
+                        self._waiting.wait(pending, pending.absent)
+                except DistributedOperationException:
+                    # the function has no token that a recorder could withdraw
+                    self._announcer.withdraw(pending.channel.slot, pending.number)
+                    raise
         except DistributedOperationException as refused:
             raise refused.with_traceback(None) from refused.__cause__
-        except Exception as error:
-            self._give_up(error)
-        finally:
-            self._update_exchange()
 
-    def announce_late(self, token: Token) -> None:
+    def announce_accepted(self, token: Token) -> None:
         """Announce a collective that the backend accepted against expectation, and verify further
-        ones like it.
-
-        Gloo accepts an all_to_all with wrong splits and counts it; only its wait fails.
+        ones like it before they are issued.
         """
-        token.args.refused_locally = token.args.op == "all_to_all"
-        if not self._off and self._depth:
-            self._announcer.announce(token, None, None)
+        # gloo accepts an all_to_all with wrong splits and counts it, but its wait fails
+        token.args.fails_locally = token.args.op == "all_to_all"
+        if self.is_active:
+            with self._guarded:
+                self._announcer.announce(token, None, board_code(None))
 
     def withdraw(self, token: Token) -> None:
         """Remove the announcement of a collective that was not issued."""
@@ -302,30 +304,25 @@ class Verifier:
                 arrive.
         """
         pending = self._pending.pop(index, None)
-        if self._off or not self._depth:
+        if not self.is_active:
             return
-        try:
+        with self._guarded:
             self._refusals.raise_new()
             if pending is not None:
                 self._comparison.compare(pending)
                 if pending.absent:
                     self._waiting.before_wait(pending)
-        except DistributedOperationException:
-            raise
-        except Exception as error:
-            self._give_up(error)
-        finally:
-            self._update_exchange()
 
     def before_planned_wait(
-        self, args: InternedArgs, number: int, code: int, absent: list[int], index: int
+        self, args: InternedArgs, number: int, code: BoardCode, absent: list[int], index: int
     ) -> None:
-        """Do the same for a collective that C++ announced and could not compare with all peers.
+        """Like :meth:`before_wait`, for a collective that C++ announced and could not compare with
+        all peers.
 
         Args:
             args: its arguments.
             number: its number on the board, with its round.
-            code: the code of its reduce op, plus 1.
+            code: its reduce op on the board.
             absent: the ranks that had not arrived when it was issued.
             index: the index of its record.
 
@@ -333,12 +330,13 @@ class Verifier:
             DistributedOperationException: a rank announced something else, has ended, or does not
                 arrive.
         """
-        channel = self._announcer.channel(args)
-        if channel is not None:
-            pending = self._pending[index] = Pending(
-                channel, number, self._announcer.signature(args, code), code, args
-            )
-            pending.absent = [rank for rank in channel.peers if rank in absent]
+        with self._guarded:
+            channel = self._announcer.channel(args)
+            if channel is not None:
+                pending = self._pending[index] = Pending(
+                    channel, number, self._announcer.signature(args, code), code, args
+                )
+                pending.absent = [rank for rank in channel.peers if rank in absent]
         self.before_wait(index)
 
     # --- refusals that this rank has not raised yet
@@ -349,26 +347,23 @@ class Verifier:
         It is the oldest one that this rank has not raised yet. If there is none, a peer has perhaps
         ended or not arrived.
         """
-        if self._off or not self._depth:
+        if not self.is_active:
             return None
         try:
-            self._refusals.raise_new()
-            if is_peer_error(text := str(error)):
-                self._waiting.refuse_failed(
-                    self._announcer.channels(), timed_out="timed out" in text.lower()
-                )
+            with self._guarded:
+                self._refusals.raise_new()
+                if is_peer_error(text := str(error)):
+                    self._waiting.refuse_failed(
+                        self._announcer.channels(), timed_out="timed out" in text.lower()
+                    )
         except DistributedOperationException as refused:
             return refused.with_traceback(None)
-        except Exception as ours:
-            self._give_up(ours)
-        finally:
-            self._update_exchange()
         return None
 
     @property
-    def refusals(self) -> int:
+    def posted_refusals(self) -> int:
         """The number of refusals that the job's ranks have posted."""
-        return self._log.count()
+        return self._refusal_log.count()
 
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread of a rank that is stuck."""
@@ -378,13 +373,13 @@ class Verifier:
         """Post a refusal if ranks do not join the oldest collective in flight, for which a thread
         waits in C++.
         """
-        channel = self._announcer.channel(args) if self.is_active else None
-        raised = self._refusals.raised
-        try:
+        if not self.is_active:
+            return
+        # the waiting thread raises the refusal when it is back in Python
+        with self._guarded, self._refusals.left_to_raise():
+            channel = self._announcer.channel(args)
             if channel is not None and channel.slot:
                 self._waiting.check_in_flight(channel, waited_ns)
-        except DistributedOperationException:
-            self._refusals.raised = raised  # it was posted; the thread raises it when it is back
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
         """Return the process groups of those collectives in flight that an unraised refusal is
@@ -401,14 +396,17 @@ class Verifier:
         """Raise a refusal that this rank has not raised yet, before the process group is
         destroyed.
         """
-        if self._off or not self._depth:
+        if not self.is_active:
             return
-        until = time.monotonic() + (_ON_THE_WAY_S if self._log.link == refusal_log.LINKED else 0.0)
-        self._refusals.raise_new()
-        # a rank on another node may have refused what this one has sent
-        while time.monotonic() < until:
-            time.sleep(_NAP_S)
+        with self._guarded:
             self._refusals.raise_new()
+            # a rank on another node may have refused what this one has sent
+            until = time.monotonic() + (
+                _ON_THE_WAY_S if self._refusal_log.link == refusal_log.LINKED else 0.0
+            )
+            while time.monotonic() < until:
+                time.sleep(_NAP_S)
+                self._refusals.raise_new()
 
     # --- switching
 
@@ -475,7 +473,7 @@ class Verifier:
         self._off = True
         self._update_exchange()
         self._board.close()
-        self._log.close()
+        self._refusal_log.close()
 
     def group_destroyed(self) -> None:
         """Forget the groups that are gone."""
@@ -492,7 +490,7 @@ class Verifier:
 
     def _find_new_boards(self) -> None:
         """Look for peers again if boards were created since the last time."""
-        created = self._log.boards_created()
+        created = self._refusal_log.boards_created()
         if created == self._boards_seen:
             return
         self._boards_seen = created
@@ -505,8 +503,8 @@ class Verifier:
             self.exchange.forget()
 
     def _update_exchange(self) -> None:
-        """Pass on up to where this rank has caught up. C++ calls Python as soon as there are newer
-        refusals or boards.
+        """Tell C++ which refusals and boards this rank has seen; it calls Python only for newer
+        ones.
         """
         if self.exchange is not None:
             try:
@@ -524,10 +522,32 @@ class Verifier:
         log.warning(
             "commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error
         )
-        log.debug("the verifier's error", exc_info=True)
+        log.debug("the verifier's error", exc_info=error)
 
 
-def _has_live_boards(folder: Path) -> bool:
+class _Guard:
+    """Surrounds the verifier's work: only refusals leave it, and C++ learns what was seen."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, _: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        ours = (
+            error
+            if isinstance(error, Exception) and not isinstance(error, DistributedOperationException)
+            else None
+        )
+        if ours is not None:
+            self._verifier._give_up(ours)
+        self._verifier._update_exchange()
+        return ours is not None
+
+
+def _remove_ended_boards(folder: Path) -> bool:
     """Remove the boards of ended processes; return whether others are left."""
     found = False
     for path in folder.glob(f"rank*{B.SUFFIX}"):
@@ -543,7 +563,9 @@ def _has_live_boards(folder: Path) -> bool:
 
 
 def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) -> bool:
-    """Return whether a refusal is about this collective; boards count otherwise."""
+    """Return whether a refusal is about this collective. Messages are compared by kind only: boards
+    number them differently.
+    """
     group, theirs = channel.group, op.channel.group
     is_same = (
         op.args.op in POINT_TO_POINT

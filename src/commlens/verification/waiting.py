@@ -19,7 +19,7 @@ from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import ranks_phrase
 from commlens.verification import messages
-from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
+from commlens.verification.channels import BoardArgs, BoardCode, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.messages import CycleStep, Subject, group_name
 from commlens.verification.peers import HAS_FINISHED, Peers
@@ -283,7 +283,7 @@ class Waiting:
         blob = own.blob(seen[1]) if seen is not None else None
         if seen is None or blob is None:
             return None
-        pending = Pending(channel, number, seen[0], seen[2], BoardArgs(blob))
+        pending = Pending(channel, number, seen[0], BoardCode(seen[2]), BoardArgs(blob))
         pending.absent = [rank for rank in behind if behind[rank] == number]
         return pending
 

@@ -39,7 +39,7 @@ class Verifier:
         self.groups: list[Group] = []
 
     @property
-    def refusals(self) -> int:
+    def posted_refusals(self) -> int:
         return len(self.groups)
 
     def unraised_refusal(self) -> str | None:

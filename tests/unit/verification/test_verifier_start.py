@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,49 @@ def test_refusals_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
     assert posted["text"] == RefusalLog(tmp_path).read(0)["text"] == "of this start"
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda one: one.before_end(),
+        lambda one: one.before_wait(1),
+        lambda one: one.before_planned_wait(None, 1, 0, [], 1),
+        lambda one: one.check_wait_in_cpp(None, 0),
+        lambda one: one.announce_accepted(SimpleNamespace(args=SimpleNamespace(op="all_to_all"))),
+        lambda one: one.plan(None, 0, None),
+        lambda one: one.refusal_for(RuntimeError("of the backend")),
+    ],
+)
+def test_an_error_of_its_own_switches_it_off_and_does_not_reach_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Verifier], object]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("the file is gone")
+
+    one = verifier(tmp_path, 0)
+    monkeypatch.setattr(one._refusals, "raise_new", fail)
+    monkeypatch.setattr(one._announcer, "channel", fail)
+    assert not call(one)
+    assert not one.is_active
+    one.close()
+
+
+def test_a_refusal_that_the_watchdog_thread_posts_is_left_to_the_waiting_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = verifier(tmp_path, 0)
+    args: Any = None
+
+    def refuse(*_: object) -> None:
+        RefusalLog(tmp_path).post(7, 1, {"text": "never arrived", "ranks": [0, 1]})
+        one._refusals.raise_new()
+
+    monkeypatch.setattr(one._announcer, "channel", lambda _: SimpleNamespace(slot=1))
+    monkeypatch.setattr(one._waiting, "check_in_flight", refuse)
+    one.check_wait_in_cpp(args, 0)
+    assert one.unraised_refusal() == "never arrived" and one.is_active
+    one.close()
 
 
 def test_copies_by_a_relay_of_an_earlier_start_are_ignored(
