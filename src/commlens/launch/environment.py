@@ -22,9 +22,9 @@ from commlens.text import size
 from commlens.version import __version__
 
 _EXIT: Final = (
-    "recording waits a moment before destroy_process_group. There torch itself can hang (Reducer"
-    " and ProcessGroupGloo join threads\nwhile they hold the GIL), so a job may end well while it"
-    " is recorded and hang without commlens: see docs/launch.md"
+    "recording waits a moment before destroy_process_group, in which torch itself can hang (Reducer"
+    " and ProcessGroupGloo\njoin threads while they hold the GIL). So a job may end well while it"
+    " is recorded, and hang without commlens: see docs/launch.md"
 )
 
 
@@ -46,7 +46,7 @@ def examine(config_file: str | None = None) -> Report:
     report = Report()
     resolved = config.load_settings(config_file=config_file, strict=False)
     if config_file is not None:
-        config.load_settings(config_file=config_file)
+        config.load_settings(config_file=config_file)  # strict: raises
     report.problems += resolved.warnings
     checks: list[tuple[str, Callable[[Report], str]]] = [
         ("commlens", lambda _: f"{__version__} in {Path(__file__).parents[1]}"),
@@ -156,7 +156,6 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
         return f"none without torch; {said}"
     from commlens import native
 
-    cache = native.cache_directory()
     if wanted == "python":
         return f"python, because {said}"
     try:
@@ -169,7 +168,7 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
             report.problems.append(f"The setting engine is native, but {native.NOT_BUILT}.")
         return (
             f"python, because {_not_built(resolved.settings)}; {said}\nthe cache of builds is"
-            f" {cache}"
+            f" {native.cache_directory()}"
         )
     build = native.find()
     assert build is not None
@@ -277,7 +276,7 @@ def _shared_memory(report: Report, settings: config.Settings) -> str:
 def _ptrace(report: Report) -> str:
     from commlens.processes import pyspy
 
-    scope = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    scope = pyspy.ptrace_scope()
     program = pyspy.find()
     limits = {
         "": "the processes of the same user can be traced (no Yama)",
@@ -348,10 +347,3 @@ def _settings(resolved: config.Resolved) -> str:
         )
         or "all at their defaults"
     )
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
