@@ -60,11 +60,11 @@ def _unrecorded(wanted: str | None) -> str:
     """Return a sentence with the jobs on this machine that commlens does not record, and with the
     command that examines them; empty if there are none.
     """
-    from commlens.outside.find_ranks import find_jobs, find_worlds, labels_of
+    from commlens.outside.find_ranks import all_worlds, find_worlds, labels_of
     from commlens.text import capital, verb
 
     try:
-        jobs = find_jobs() if wanted is None else find_worlds(wanted)
+        jobs = all_worlds() if wanted is None else find_worlds(wanted)
     except CommandError:
         return ""
     if not jobs:

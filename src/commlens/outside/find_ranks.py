@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
-from commlens.processes import process
+from commlens.processes import process, pyspy
 from commlens.processes.connections import links_between
 from commlens.processes.process import command_line, has_torch, script_of, short_command_of
 from commlens.processes.ranks import (
@@ -33,20 +33,18 @@ _LAUNCHERS: Final = re.compile(
 )
 _OUR_OWN: Final = re.compile(r" -m commlens\.(watch|verification)\b")
 """Helpers of a recorded rank, which have its environment."""
-NO_CAPABILITY: Final = (
-    "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look"
-    " from the host as root"
-)
 _JOBS_NAMED: Final = 8
 
 
-class FoundJob(NamedTuple):
-    """The ranks of one job on this machine, by rank."""
+class FoundWorld(NamedTuple):
+    """The ranks on this machine of one world: of a job, or of one of its programs if these have
+    default groups of their own.
+    """
 
     ranks: list[RankProcess]
     expected: list[int]  # ranks that this machine should have; empty: unknown
     key: str = ""  # what its processes have in common in their environment, on every machine
-    world: str = ""  # the name that its environment gives it
+    name: str = ""  # that its environment gives it
 
     @property
     def pids(self) -> set[int]:
@@ -66,9 +64,9 @@ class FoundJob(NamedTuple):
         return f"{who} of {script_of(first.command)} (pid {first.pid})"
 
 
-def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJob]:
-    """Return one job on this machine, and after it those whose processes are connected with it,
-    directly or through another job: these are its worlds.
+def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundWorld]:
+    """Return the worlds on this machine of one job: a world that matches, and after it those whose
+    processes are connected with it, directly or through another world.
 
     Args:
         wanted: a pid, of a rank, its launcher or one of its children, or a part of the command
@@ -79,42 +77,47 @@ def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundJo
         CommandError: several jobs match.
         EvidenceError: no job matches, or its processes belong to another user.
     """
-    jobs, several = _matching(wanted, job_name)
-    others = [job for job in find_jobs() if job.pids.isdisjoint(jobs[0].pids)]
-    links = links_between(jobs[0].pids.union(*(job.pids for job in others))) if others else {}
-    worlds = jobs[:1]
-    for world in worlds:
-        near = {pid for link in links if not world.pids.isdisjoint(link) for pid in link}
-        worlds += [job for job in others if job not in worlds and not near.isdisjoint(job.pids)]
-    if any(all(job.pids.isdisjoint(world.pids) for world in worlds) for job in jobs):
-        raise several
+    if wanted is not None and wanted.isdecimal():
+        matching, here = _of_pid(int(wanted))
+        several = f"The process {wanted} started several jobs"
+    else:
+        name = wanted or job_name
+        about = f" that match {name!r}" if name else ""
+        here = all_worlds()
+        matching = [world for world in here if _matches(world, wanted, job_name)]
+        several = f"Several jobs{about} run on this machine"
+        if not matching:
+            raise EvidenceError(
+                f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
+                " Give the pid of a rank or of its launcher."
+            )
+    worlds = _connected_with(matching[0], here)
+    found = {pid for world in worlds for pid in world.pids}
+    if any(found.isdisjoint(world.pids) for world in matching):
+        raise CommandError(f"{several}: {_choice_among(matching)}")
     return worlds
 
 
-def _matching(wanted: str | None, job_name: str | None) -> tuple[list[FoundJob], CommandError]:
-    """Return at least one job that matches, and what to raise if only one may."""
-    if wanted is not None and wanted.isdecimal():
-        jobs = _of_pid(int(wanted))
-        return jobs, CommandError(
-            f"The process {wanted} started several jobs: {_choice_among(jobs)}"
-        )
-    jobs = [
-        job
-        for job in find_jobs()
-        if any(wanted is None or wanted in one.command for one in job.ranks)
-        and any(job_name is None or job_name in one.names for one in job.ranks)
-    ]
-    name = wanted or job_name
-    about = f" that match {name!r}" if name else ""
-    if jobs:
-        return jobs, CommandError(f"Several jobs{about} run on this machine: {_choice_among(jobs)}")
-    raise EvidenceError(
-        f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
-        " Give the pid of a rank or of its launcher."
+def _matches(world: FoundWorld, wanted: str | None, job_name: str | None) -> bool:
+    return any(wanted is None or wanted in one.command for one in world.ranks) and any(
+        job_name is None or job_name in one.names for one in world.ranks
     )
 
 
-def _choice_among(jobs: Sequence[FoundJob]) -> str:
+def _connected_with(first: FoundWorld, here: Sequence[FoundWorld]) -> list[FoundWorld]:
+    """Return a world, and after it those of ``here`` that belong to the same job."""
+    others = [world for world in here if world.pids.isdisjoint(first.pids)]
+    links = links_between(first.pids.union(*(world.pids for world in others))) if others else {}
+    worlds = [first]
+    for world in worlds:  # also those that are found meanwhile
+        near = {pid for link in links if not world.pids.isdisjoint(link) for pid in link}
+        worlds += [
+            other for other in others if other not in worlds and not near.isdisjoint(other.pids)
+        ]
+    return worlds
+
+
+def _choice_among(jobs: Sequence[FoundWorld]) -> str:
     """Return the jobs, and by what to name one of them."""
     scripts = (script_of(job.ranks[0].command).partition(" ")[0] for job in jobs)
     alone = [
@@ -124,36 +127,36 @@ def _choice_among(jobs: Sequence[FoundJob]) -> str:
     return f"{labels_of(jobs)}. Name one by {by_script}the pid of a rank."
 
 
-def labels_of(jobs: Sequence[FoundJob]) -> str:
+def labels_of(jobs: Sequence[FoundWorld]) -> str:
     """Return the first jobs by name: ``"ranks 0-1 of train.py (pid 41); 3 more"``."""
     more = [f"{len(jobs) - _JOBS_NAMED} more"] if len(jobs) > _JOBS_NAMED else []
     return "; ".join([*(job.label for job in jobs[:_JOBS_NAMED]), *more])
 
 
-def find_jobs(preferred: Collection[int] = ()) -> list[FoundJob]:
-    """Return the jobs of this machine that this user may look at, oldest first.
+def all_worlds(preferred: Collection[int] = ()) -> list[FoundWorld]:
+    """Return the worlds on this machine that this user may look at, oldest first.
 
     Args:
-        preferred: pids; of several processes that are the same rank of the same job, these count.
+        preferred: pids; of several processes that are the same rank of the same world, these count.
     """
     found: dict[str, list[RankProcess]] = {}
-    worlds: dict[str, str] = {}
+    names: dict[str, str] = {}
     for pid, environ in python_processes():
         one = _rank_of_a_job(pid, environ)
         if one is not None:
             key = "|".join(environ.get(name, "") for name in _SAME_JOB)
             found.setdefault(key, []).append(one)
-            worlds[key] = environ.get("COMMLENS_WORLD", "") or launchers.world_of(
+            names[key] = environ.get("COMMLENS_WORLD", "") or launchers.world_of(
                 environ, one.command.encode()
             )
     for ranks in found.values():
         known = {one.rank for one in ranks if one.pid in preferred}
         ranks[:] = [one for one in ranks if one.pid in preferred or one.rank not in known]
-    jobs = [
-        _with_expected(one_of_each(ranks))._replace(key=key, world=worlds[key])
+    worlds = [
+        _with_expected(one_of_each(ranks))._replace(key=key, name=names[key])
         for key, ranks in found.items()
     ]
-    return sorted(jobs, key=lambda job: min(one.start_ticks for one in job.ranks))
+    return sorted(worlds, key=lambda world: min(one.start_ticks for one in world.ranks))
 
 
 def _rank_of_a_job(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
@@ -167,23 +170,25 @@ def _rank_of_a_job(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     return one._replace(command=command, names=tuple(names))
 
 
-def _of_pid(pid: int) -> list[FoundJob]:
-    """Return the job of a rank or of a child of a rank, or the jobs of their launcher."""
+def _of_pid(pid: int) -> tuple[list[FoundWorld], list[FoundWorld]]:
+    """Return the world of a rank or of a child of a rank, or the worlds of their launcher; and all
+    worlds on this machine.
+    """
     if process.read_stat(pid) is None:
         raise EvidenceError(f"There is no process {pid} on this machine.")
     refuse_foreign(pid)
     below = set(process.descendants(pid, ()))
-    jobs = find_jobs({pid, *below} if below else ())
-    # A rank itself or a child of a rank decides before a launcher: two jobs may be children of one
-    # shell.
+    here = all_worlds({pid, *below} if below else ())
+    # The rank that this process or its ancestor is decides first, then the ranks below it: a shell
+    # may have started two jobs.
     for family in (ancestors_of(pid), below):
-        matching = [job for job in jobs if any(one.pid in family for one in job.ranks)]
+        matching = [world for world in here if not world.pids.isdisjoint(family)]
         if matching:
-            return matching
-    return [_spawned(pid, below)]
+            return matching, here
+    return [_spawned(pid, below)], here
 
 
-def _spawned(pid: int, below: set[int]) -> FoundJob:
+def _spawned(pid: int, below: set[int]) -> FoundWorld:
     """Return the processes with torch below a process: torch.multiprocessing's ranks have no rank
     in their environment.
     """
@@ -206,7 +211,7 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
         RankProcess(-1, one, job_dirs.start_ticks(one), local_size=size, command=command)
         for one in with_torch
     ]
-    return FoundJob(ranks, [])
+    return FoundWorld(ranks, [])
 
 
 def refuse_foreign(pid: int) -> None:
@@ -221,7 +226,7 @@ def refuse_foreign(pid: int) -> None:
                 f" commlens attach {pid}`)"
             )
         elif os.geteuid() == 0:
-            why = f"cannot be read: {NO_CAPABILITY}"
+            why = f"cannot be read: {pyspy.NO_CAPABILITY}"
         else:
             why = (
                 "has more privileges than you: only root can look at it (`sudo commlens attach"
@@ -239,16 +244,16 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
-def _with_expected(ranks: list[RankProcess]) -> FoundJob:
-    """Return a job with the ranks that this machine should have, from torchrun's environment: its
+def _with_expected(ranks: list[RankProcess]) -> FoundWorld:
+    """Return a world with the ranks that this machine should have, from torchrun's environment: its
     ranks on one node follow each other.
     """
     first = ranks[0]
     is_one_node = len({job_dirs.parent_of(one.pid) for one in ranks}) == 1
     if not first.local_size or first.local_rank is None or not is_one_node:
-        return FoundJob(ranks, [])
+        return FoundWorld(ranks, [])
     start = first.rank - first.local_rank
-    return FoundJob(ranks, list(range(start, start + first.local_size)))
+    return FoundWorld(ranks, list(range(start, start + first.local_size)))
 
 
 def _as_this_user() -> str:

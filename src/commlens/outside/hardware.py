@@ -15,7 +15,7 @@ from commlens.health.monitor import Monitor
 from commlens.health.places import RankOfNode
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import RankLog
-from commlens.outside.find_ranks import FoundJob
+from commlens.outside.find_ranks import FoundWorld
 from commlens.processes import process
 
 _WAIT_S: Final = 10.0  # NCCL's RAS service may take so long
@@ -23,7 +23,7 @@ _WAIT_S: Final = 10.0  # NCCL's RAS service may take so long
 
 @contextlib.contextmanager
 def look_at_hardware(
-    worlds: Sequence[FoundJob], root: Path, topology: Path | None = None
+    worlds: Sequence[FoundWorld], root: Path, topology: Path | None = None
 ) -> Iterator[Callable[[Sequence[RankLog]], NodeHealth]]:
     """Look at the hardware of this node, and ask NCCL's RAS service, in a thread. The function that
     this yields looks a second time, and returns what was found since the job began; it takes the
@@ -34,7 +34,7 @@ def look_at_hardware(
         root: the folder below which the node's files are.
         topology: the user's inventory of hosts.
     """
-    ranks = [one for job in worlds for one in job.ranks]
+    ranks = [one for world in worlds for one in world.ranks]
     environments = {one.pid: process.environment(one.pid) for one in ranks}
     monitor = Monitor(root, past=True, topology=topology)
     environment = next(iter(environments.values()), {})

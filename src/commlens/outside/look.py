@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -23,7 +22,7 @@ from commlens.outside.calls import (
     fingerprint,
     meeting_place,
 )
-from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob
+from commlens.outside.find_ranks import FoundWorld
 from commlens.outside.sample import Call, HostSamples, RankSample
 from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
@@ -43,7 +42,7 @@ _SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
 
 
 def look_at(
-    worlds: Sequence[FoundJob], *, window_s: float = WINDOW_S, native: bool = False
+    worlds: Sequence[FoundWorld], *, window_s: float = WINDOW_S, native: bool = False
 ) -> list[HostSamples]:
     """Look at all ranks of a job on this machine, several times within a window.
 
@@ -61,7 +60,7 @@ def look_at(
             "commlens attach reads stacks with py-spy, which is not installed: pip install py-spy"
         )
     observer = Observer(window_s + 5.0, use_py_spy=False)
-    ranks = [one for job in worlds for one in job.ranks]
+    ranks = [one for world in worlds for one in world.ranks]
     for one in ranks:
         observer.add(one.pid, one.start_ticks)
     began = time.monotonic()
@@ -73,7 +72,7 @@ def look_at(
     }
     _require_stacks(ranks, [sample.log.observation for sample in samples.values()])
     _add_links(samples if len(worlds) > 1 else {})
-    found = [_of_world(job, [samples[one.pid] for one in job.ranks], spent) for job in worlds]
+    found = [_of_world(world, [samples[one.pid] for one in world.ranks], spent) for world in worlds]
     if len(worlds) == 1:
         dumps = take_dumps(ranks)
         found[0].notes, found[0].dumps = dumps.notes, dumps.files
@@ -95,20 +94,20 @@ def _add_links(samples: Mapping[int, RankSample]) -> None:
             samples[pid].linked.append(other)
 
 
-def _of_world(job: FoundJob, samples: list[RankSample], spent_s: float) -> HostSamples:
-    world = max((one.world_size for one in job.ranks), default=0)
-    samples = _complete(samples, job.ranks, world)
-    by_pid = {one.pid: one for one in job.ranks}
+def _of_world(world: FoundWorld, samples: list[RankSample], spent_s: float) -> HostSamples:
+    size = max((one.world_size for one in world.ranks), default=0)
+    samples = _complete(samples, world.ranks, size)
+    by_pid = {one.pid: one for one in world.ranks}
     for sample in samples:
-        sample.log.world = job.world
+        sample.log.world = world.name
         sample.log_lines = error_lines(by_pid[sample.log.pid])
     return HostSamples(
         os.uname().nodename,
         samples,
-        world or max(len(samples), *(sample.log.rank + 1 for sample in samples)),
-        job.expected,
+        size or max(len(samples), *(sample.log.rank + 1 for sample in samples)),
+        world.expected,
         window_s=spent_s,
-        world=job.key,
+        world=world.key,
     )
 
 
@@ -153,7 +152,6 @@ def look(pid: int, *, native: bool = False, values: bool = False) -> Stacks:
         classifier(pid),
         *options,
         timeout_s=_PY_SPY_TIMEOUT_S,
-        why_refused=lambda message: why_refused(pid, message),
     )
 
 
@@ -170,32 +168,6 @@ def classifier(pid: int) -> Callable[[str], FrameKind]:
         return frame_kind(file, [])
 
     return classify
-
-
-def why_refused(pid: int, message: str) -> str:
-    """Return why py-spy may not read a process, in a clause that names the setting or the
-    capability.
-    """
-    if not pyspy.is_refusal(message):
-        return pyspy.failed(message)
-    scope = (process.read_text("/proc/sys/kernel/yama/ptrace_scope") or "0").strip()
-    try:
-        owner = Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return "the process has ended"
-    if owner != os.geteuid() and os.geteuid() != 0:
-        return "its processes belong to another user, and only that user or root may read them"
-    if scope in ("1", "2"):
-        return (
-            f"kernel.yama.ptrace_scope is {scope}, which lets only root read other processes: run"
-            f" `sudo commlens attach {pid}`, or `sudo sysctl kernel.yama.ptrace_scope=0`"
-        )
-    if scope == "3":
-        return (
-            "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is"
-            " restarted"
-        )
-    return NO_CAPABILITY
 
 
 def _sample(

@@ -8,6 +8,7 @@ anyway, and a running one must not be disturbed.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,9 +22,14 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import ThreadStack
+from commlens.processes import process
 
 TIMEOUT_S: Final = 5.0
 _FRAMES_MAX: Final = 200
+NO_CAPABILITY: Final = (
+    "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look"
+    " from the host as root"
+)
 
 Classify = Callable[[str], FrameKind]
 
@@ -62,24 +68,36 @@ class Stacks(NamedTuple):
     note: str | None  # why there are none
 
 
-def failed(stderr: str) -> str:
-    """Return py-spy's error message in a clause."""
-    text = " ".join(line.strip() for line in stderr.splitlines() if line.strip())
-    return f"py-spy failed: {text[:200] or 'no reason given'}"
+def ptrace_scope() -> str:
+    """Return the kernel's setting of who may read other processes; "" if it has none."""
+    return (process.read_text("/proc/sys/kernel/yama/ptrace_scope") or "").strip()
 
 
-def is_refusal(stderr: str) -> bool:
-    """Return whether py-spy's error message says that it may not read the process."""
-    return "ermission" in stderr
-
-
-def _reason(stderr: str) -> str:
-    if is_refusal(stderr):
+def why_refused(pid: int, stderr: str) -> str:
+    """Return what kept py-spy from reading a process, by its error message, in a clause; if it may
+    not, the clause names the setting or the capability.
+    """
+    if "ermission" not in stderr:
+        text = " ".join(line.strip() for line in stderr.splitlines() if line.strip())
+        return f"py-spy failed: {text[:200] or 'no reason given'}"
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return "the process has ended"
+    if owner != os.geteuid() and os.geteuid() != 0:
+        return "its processes belong to another user, and only that user or root may read them"
+    scope = ptrace_scope()
+    if scope in ("1", "2"):
         return (
-            "py-spy may not read the process (it needs SYS_PTRACE in a container, or"
-            " kernel.yama.ptrace_scope=0)"
+            f"kernel.yama.ptrace_scope is {scope}, which lets only root read other processes: run"
+            f" `sudo commlens attach {pid}`, or `sudo sysctl kernel.yama.ptrace_scope=0`"
         )
-    return failed(stderr)
+    if scope == "3":
+        return (
+            "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is"
+            " restarted"
+        )
+    return NO_CAPABILITY
 
 
 def take(
@@ -87,7 +105,6 @@ def take(
     classify: Classify,
     *options: str,
     timeout_s: float = TIMEOUT_S,
-    why_refused: Callable[[str], str] = _reason,
 ) -> Stacks:
     """Read the stacks of all threads of a process.
 
@@ -96,7 +113,6 @@ def take(
         classify: returns the kind of code in a file.
         options: of ``py-spy dump``, by default ``--nonblocking``.
         timeout_s: when to kill py-spy.
-        why_refused: returns a clause about py-spy's error message.
     """
     program = find()
     if program is None:
@@ -112,7 +128,7 @@ def take(
     except OSError as error:
         return Stacks([], f"py-spy could not be started: {error}")
     if done.returncode:
-        return Stacks([], why_refused(done.stderr.decode("utf-8", "replace")))
+        return Stacks([], why_refused(pid, done.stderr.decode("utf-8", "replace")))
     try:
         return parse(json.loads(done.stdout), pid, classify, time.time_ns())
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commlens.commands import main
-from commlens.outside.find_ranks import FoundJob
+from commlens.outside.find_ranks import FoundWorld
 from commlens.processes.ranks import RankProcess
 
 
@@ -16,8 +16,8 @@ from commlens.processes.ranks import RankProcess
 def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
     verb: str, tmp_path: Path, monkeypatch, capsys
 ):
-    def ranks(first: int, numbers: list[int]) -> FoundJob:
-        return FoundJob(
+    def ranks(first: int, numbers: list[int]) -> FoundWorld:
+        return FoundWorld(
             [
                 RankProcess(rank, first + at, 1, 2, rank, command="python train.py")
                 for at, rank in enumerate(numbers)
@@ -47,7 +47,7 @@ def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(
         ),
         ([], "Start one with `commlens launch`"),
     ):
-        monkeypatch.setattr("commlens.outside.find_ranks.find_jobs", lambda jobs=jobs: jobs)
+        monkeypatch.setattr("commlens.outside.find_ranks.all_worlds", lambda jobs=jobs: jobs)
         assert main([verb]) == 3
         assert said in capsys.readouterr().err
     monkeypatch.setattr(

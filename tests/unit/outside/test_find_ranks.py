@@ -11,7 +11,7 @@ import pytest
 from commlens.errors import CommandError
 from commlens.outside import find_ranks
 from commlens.outside.find_ranks import (
-    FoundJob,
+    FoundWorld,
     find_worlds,
 )
 from commlens.processes.process import script_of, short_command_of
@@ -75,13 +75,13 @@ def until_executed(child: subprocess.Popen[bytes]) -> str:
 )
 def test_several_jobs_and_how_to_name_one(monkeypatch, scripts, wanted, said):
     jobs = [
-        FoundJob(
+        FoundWorld(
             [RankProcess(rank, pid + rank, 1, 2, rank, command=f"python {s}") for rank in (0, 1)],
             [],
         )
         for pid, s in zip(range(41, 1000, 10), scripts, strict=False)
     ]
-    monkeypatch.setattr(find_ranks, "find_jobs", lambda: jobs)
+    monkeypatch.setattr(find_ranks, "all_worlds", lambda: jobs)
     monkeypatch.setattr(find_ranks, "links_between", lambda _: {})
     with pytest.raises(CommandError) as refused:
         find_worlds(wanted)
@@ -102,7 +102,7 @@ def test_of_two_processes_of_one_rank_the_preferred_one_counts(monkeypatch, mine
         monkeypatch.setattr(
             find_ranks, "python_processes", lambda: [(pid, environ) for pid in pids]
         )
-        (job,) = find_ranks.find_jobs({pids[mine]})
+        (job,) = find_ranks.all_worlds({pids[mine]})
         assert [each.pid for each in job.ranks] == [pids[mine]]
         for child in (one, other):
             child.communicate()
@@ -122,13 +122,13 @@ def test_of_two_processes_of_one_rank_the_preferred_one_counts(monkeypatch, mine
 )
 def test_jobs_that_are_connected_are_worlds_of_one(monkeypatch, links, wanted, found):
     jobs = [
-        FoundJob(
+        FoundWorld(
             [RankProcess(rank, pid + rank, 1, 2, rank, command=f"python {s}") for rank in (0, 1)],
             [],
         )
         for pid, s in ((41, "rl.py trainer"), (51, "rl.py rollout"), (61, "serve.py"))
     ]
-    monkeypatch.setattr(find_ranks, "find_jobs", lambda: jobs)
+    monkeypatch.setattr(find_ranks, "all_worlds", lambda: jobs)
     monkeypatch.setattr(find_ranks, "links_between", lambda _: dict.fromkeys(links, False))
     if found is None:
         with pytest.raises(CommandError, match="Several jobs run on this machine"):
@@ -144,5 +144,5 @@ def test_the_name_of_a_world(monkeypatch):
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         each = [(child.pid, environ | own) for own in ({}, named, replica)]
         monkeypatch.setattr(find_ranks, "python_processes", lambda: each)
-        assert sorted(job.world for job in find_ranks.find_jobs()) == ["", "actor", "replica 1"]
+        assert sorted(world.name for world in find_ranks.all_worlds()) == ["", "actor", "replica 1"]
         child.communicate()

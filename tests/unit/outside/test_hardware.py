@@ -15,7 +15,7 @@ from seen_ranks import call, sample, stay
 
 from commlens.model.health import NodeHealth
 from commlens.model.verdict import Verdict
-from commlens.outside.find_ranks import FoundJob
+from commlens.outside.find_ranks import FoundWorld
 from commlens.outside.hardware import look_at_hardware
 from commlens.outside.sample import HostSamples
 from commlens.outside.verdict import judge
@@ -117,14 +117,14 @@ def test_the_words_of_a_lost_gpu(tmp_path: Path):
     hold("outside/lost-gpu", verdict)
 
 
-def this_job(*expected: int) -> FoundJob:
+def this_job(*expected: int) -> FoundWorld:
     stat = process.read_stat(os.getpid())
     assert stat is not None
     one = RankProcess(0, os.getpid(), stat.start_ticks, 2, 0, command="train.py")
-    return FoundJob([one], list(expected))
+    return FoundWorld([one], list(expected))
 
 
-def look(root: Path, job: FoundJob, meanwhile: object = None) -> NodeHealth:
+def look(root: Path, job: FoundWorld, meanwhile: object = None) -> NodeHealth:
     logs = [sample(0, call("all_reduce", 8)).log]
     logs[0].pid, logs[0].local_rank = os.getpid(), 0
     with look_at_hardware([job], root) as finish:

@@ -1,18 +1,24 @@
-"""Why stacks cannot be read."""
+"""The kinds of the files on a stack that was read from outside."""
 
 from __future__ import annotations
 
 import os
 
-from commlens.outside.look import why_refused
+import pytest
+
+from commlens.model.frames import FrameKind
+from commlens.outside.look import classifier
 
 
-def test_a_refusal_names_the_capability_or_the_setting():
-    assert (
-        "ptrace_scope" in (text := why_refused(os.getpid(), "Permission Denied"))
-        or "SYS_PTRACE" in text
-    )
-    assert (
-        why_refused(os.getpid(), "Error: no such process")
-        == "py-spy failed: Error: no such process"
-    )
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("/home/me/train.py", FrameKind.USER),
+        ("/usr/lib/commlens/scenarios/programs/subgroups.py", FrameKind.USER),
+        ("/usr/lib/commlens/scenarios/__main__.py", FrameKind.COMMLENS),
+        ("/usr/lib/commlens/tap/tap.py", FrameKind.COMMLENS),
+        ("/usr/lib/libtorch_cpu.so", FrameKind.NATIVE),
+    ],
+)
+def test_a_file_on_a_stack_has_a_kind(file: str, kind: FrameKind) -> None:
+    assert classifier(os.getpid())(file) is kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from commlens.model.collective import Frame, FrameKind
 from commlens.processes import pyspy
 
@@ -21,3 +23,10 @@ def test_the_profile_of_py_spy() -> None:
         (Frame("/lib/x.py", 5, "__next__", FrameKind.LIBRARY), outer): 12,
         (Frame("/home/me/train.py", 31, "main"),): 3,
     }
+
+
+def test_a_refusal_names_the_capability_or_the_setting() -> None:
+    refused = pyspy.why_refused(os.getpid(), "Permission Denied")
+    assert "ptrace_scope" in refused or "SYS_PTRACE" in refused
+    other = pyspy.why_refused(os.getpid(), "Error: no such process")
+    assert other == "py-spy failed: Error: no such process"
