@@ -18,9 +18,6 @@ NOT_YET = {
     "integration/test_accelerate.py": """
         verification/accelerate
     """,
-    "integration/test_attach.py": """
-        commands/attach
-    """,
     "integration/test_background_build.py": """
         launch/background_build
     """,

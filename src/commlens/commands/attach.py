@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from commlens.model.health import NodeHealth
     from commlens.model.ranklog import RankLog
     from commlens.model.verdict import Verdict
-    from commlens.outside.find_ranks import FoundJob
+    from commlens.outside.find_ranks import FoundWorld
     from commlens.outside.sample import HostSamples
 
 
@@ -71,27 +71,30 @@ class AttachCommand:
         if arguments.samples:
             import msgspec
 
-            sys.stdout.buffer.write(msgspec.json.encode(_look_at(_find(arguments), arguments)))
+            sys.stdout.buffer.write(
+                msgspec.json.encode(_look_here(_find_here(arguments), arguments))
+            )
             return 0
         from commlens.commands.diagnose import exit_status
         from commlens.commands.progress import working
         from commlens.outside.verdict_with_dumps import judge_with_dumps
 
+        # black boxes hold no C++ frames, and nothing of ranks on hosts that only ssh reaches
         verdict = (
             None
             if arguments.hosts or arguments.hostfile or arguments.native
-            else _of_black_boxes(_find(arguments))
+            else _of_black_boxes(_find_here(arguments))
         )
         hosts: list[HostSamples] = []
         if verdict is None:
             with working(f"Looking at the ranks for {arguments.window:g} s"):
-                hosts = _look(arguments)
+                hosts = _look_everywhere(arguments)
                 verdict = judge_with_dumps(hosts)
         _show(arguments, hosts, verdict)
         return exit_status(verdict)
 
 
-def _look(arguments: argparse.Namespace) -> list[HostSamples]:
+def _look_everywhere(arguments: argparse.Namespace) -> list[HostSamples]:
     """Look here and on the named hosts, at the same time.
 
     Raises:
@@ -101,27 +104,27 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
 
     names = named_hosts(arguments.hosts, arguments.hostfile)
     if not names:
-        return _look_at(_find(arguments), arguments)
+        return _look_here(_find_here(arguments), arguments)
     from concurrent.futures import ThreadPoolExecutor
 
     refused = ""
     try:
-        here: Sequence[FoundJob] = _find(arguments)
+        worlds: Sequence[FoundWorld] = _find_here(arguments)
     except EvidenceError as error:  # a login node has no ranks
-        here, refused = [], str(error)
+        worlds, refused = [], str(error)
     asked = ["--job", arguments.job_name] if arguments.job_name else []
     if arguments.job is not None:
-        asked += [_name_elsewhere(here, arguments.job)]
+        asked += [_name_elsewhere(worlds, arguments.job)]
     with ThreadPoolExecutor(1) as pool:
         elsewhere = pool.submit(
             look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
         )
-        found = _look_at(here, arguments) if here else []
-        found += [host for host in elsewhere.result() if not _is_among(host, found)]
-    if not any(host.samples for host in found):
-        notes = " ".join(note for host in found for note in host.notes)
+        hosts = _look_here(worlds, arguments) if worlds else []
+        hosts += [host for host in elsewhere.result() if not _is_among(host, hosts)]
+    if not any(host.samples for host in hosts):
+        notes = " ".join(note for host in hosts for note in host.notes)
         raise EvidenceError(f"No rank was found on {', '.join(names)}. {notes or refused}")
-    return found
+    return hosts
 
 
 def _is_among(host: HostSamples, known: list[HostSamples]) -> bool:
@@ -133,9 +136,9 @@ def _is_among(host: HostSamples, known: list[HostSamples]) -> bool:
     )
 
 
-def _of_black_boxes(worlds: Sequence[FoundJob]) -> Verdict | None:
-    """Return the verdict of a job that is recorded after all; None if the first of its worlds is
-    not, or not all of its ranks here are.
+def _of_black_boxes(worlds: Sequence[FoundWorld]) -> Verdict | None:
+    """Return the verdict of a job that is recorded after all; None if not all ranks of its first
+    world here are recorded.
     """
     from commlens.config import load_settings
     from commlens.diagnosis.examine import diagnose_logs
@@ -148,9 +151,9 @@ def _of_black_boxes(worlds: Sequence[FoundJob]) -> Verdict | None:
     except CommandError:
         return None
     logs = with_other_worlds(snapshot(folders[0]), folders[:1])
-    if {log.pid for log in logs} < {one.pid for one in worlds[0].ranks}:
+    if not worlds[0].pids <= {log.pid for log in logs if not log.unrecorded}:
         return None
-    with _hardware(worlds) as finish:
+    with _watching_hardware(worlds) as finish:
         if finish is not None and logs:
             logs[0].health = finish(logs)
     verdict = diagnose_logs(logs)
@@ -161,8 +164,13 @@ def _of_black_boxes(worlds: Sequence[FoundJob]) -> Verdict | None:
     return verdict
 
 
-def _name_elsewhere(here: Sequence[FoundJob], wanted: str) -> str:
-    """Return by what to find the job on another machine, where its pids are others."""
+def _name_elsewhere(here: Sequence[FoundWorld], wanted: str) -> str:
+    """Return by what to find the job on another machine, where its pids are others.
+
+    Args:
+        here: the job's worlds on this machine; empty on a login node.
+        wanted: by what the user named the job.
+    """
     from commlens.processes.process import script_of
     from commlens.text import INLINE_CODE
 
@@ -181,26 +189,28 @@ def _name_elsewhere(here: Sequence[FoundJob], wanted: str) -> str:
     return script.partition(" ")[0]
 
 
-def _find(arguments: argparse.Namespace) -> list[FoundJob]:
+def _find_here(arguments: argparse.Namespace) -> list[FoundWorld]:
     from commlens.outside.find_ranks import find_worlds
 
     return find_worlds(arguments.job, arguments.job_name)
 
 
-def _look_at(worlds: Sequence[FoundJob], arguments: argparse.Namespace) -> list[HostSamples]:
+def _look_here(worlds: Sequence[FoundWorld], arguments: argparse.Namespace) -> list[HostSamples]:
     from commlens.outside.look import look_at
 
-    with _hardware(worlds) as finish:
+    with _watching_hardware(worlds) as finish:
         found = look_at(worlds, window_s=arguments.window, native=arguments.native)
         if finish is not None:
             found[0].health = finish([sample.log for each in found for sample in each.samples])
     return found
 
 
-def _hardware(
-    worlds: Sequence[FoundJob],
+def _watching_hardware(
+    worlds: Sequence[FoundWorld],
 ) -> AbstractContextManager[Callable[[Sequence[RankLog]], NodeHealth] | None]:
-    """Look at this node's hardware meanwhile, unless the settings say otherwise."""
+    """Watch this node's hardware meanwhile. Yields a function that returns the findings, for the
+    logs of this node's ranks; None if the settings switch that off.
+    """
     from commlens.config import load_settings
     from commlens.outside.hardware import look_at_hardware
     from commlens.watch.node_health import root_of, topology_of
