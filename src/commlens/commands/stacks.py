@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.commands.naming_jobs import add_job
-from commlens.errors import CommandError, EvidenceError, MissingDependency
+from commlens.errors import CommandError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
@@ -56,7 +57,7 @@ class StacksCommand:
         from commlens.text import count, joined, naming_worlds
 
         with working("Reading the ranks' stacks"):
-            found = find_ranks(arguments.job, arguments.job_name, native=arguments.native)
+            found = read_stacks(arguments.job, arguments.job_name, native=arguments.native)
         logs = found.logs
         worlds = logs[0].worlds if logs else ONE_WORLD
         with naming_worlds(worlds):
@@ -93,6 +94,7 @@ def with_alike_ranks(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list
     """
     import msgspec
 
+    # by the first rank with a log in each state
     alike = {min(each.examined): each.others for each in elsewhere.alike.classes if each.examined}
     found = []
     for each in classes:
@@ -101,7 +103,7 @@ def with_alike_ranks(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list
     return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
 
 
-def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
+def read_stacks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
     """Return the ranks of a job with their stacks.
 
     If the job is recorded, the stacks come from its black boxes, and the ranks of other nodes, or
@@ -117,57 +119,67 @@ def find_ranks(wanted: str | None, job_name: str | None, *, native: bool = False
         CommandError: several jobs match.
         EvidenceError: no job matches.
     """
-    from commlens.config import load_settings
-    from commlens.diagnosis.select.worlds import join_worlds
     from commlens.outside.find_ranks import find_worlds
     from commlens.outside.look import look_at
     from commlens.outside.seen import SeenJob
+
+    recorded = _recorded(wanted) if not native and job_name is None else None
+    if recorded is not None:
+        return recorded
+    hosts = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
+    return FoundRanks([sample.log for sample in SeenJob(hosts).samples])
+
+
+def _recorded(wanted: str | None) -> FoundRanks | None:
+    """Return the ranks of a recorded job; None if none has this name or pid, or if several run that
+    share no group.
+    """
+    from commlens.config import load_settings
+    from commlens.diagnosis.select.worlds import join_worlds
     from commlens.watch.jobs import find_jobs
     from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
     from commlens.watch.other_worlds import logs_of_other_worlds
     from commlens.watch.snapshot import snapshot
 
-    if not native and job_name is None:
-        try:
-            jobs = find_jobs(wanted, load_settings().settings.box_dir)
-        except CommandError:
-            jobs = []  # the name may be that of a job that is not recorded
-        if jobs:
-            logs = snapshot(jobs[0], window_s=0.4)
-            other_worlds = logs_of_other_worlds(logs, jobs[:1])
-        if jobs and other_worlds.keys() >= set(jobs[1:]):  # all found jobs share groups
-            if not has_other_nodes(logs):
-                worlds = [logs, *other_worlds.values()]
-                return FoundRanks(join_worlds([*map(_with_current_stacks, worlds)]))
-            here = _with_current_stacks(logs)
-            elsewhere = look_at_other_nodes(jobs[0])
-            for log in filter(_is_stale, elsewhere.logs):
-                log.stacks = []
-                log.observation.stacks_note = "it runs; its stack can be read on its node"
-            ranks = [*here, *elsewhere.logs]
-            return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
-    hosts = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
-    return FoundRanks([sample.log for sample in SeenJob(hosts).samples])
+    try:
+        folders = find_jobs(wanted, load_settings().settings.box_dir)
+    except CommandError:
+        return None
+    logs = snapshot(folders[0], window_s=0.4)
+    other_worlds = logs_of_other_worlds(logs, folders[:1])
+    if not other_worlds.keys() >= set(folders[1:]):
+        return None
+    if not has_other_nodes(logs):
+        worlds = [logs, *other_worlds.values()]
+        return FoundRanks(join_worlds([*map(_with_current_stacks, worlds)]))
+    here = _with_current_stacks(logs)
+    elsewhere = look_at_other_nodes(folders[0])
+    for log in filter(_is_stale, elsewhere.logs):
+        log.stacks = []
+        log.observation.stacks_note = "it runs; its stack can be read on its node"
+    ranks = [*here, *elsewhere.logs]
+    return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
 
 
 def _is_stale(log: RankLog) -> bool:
+    """Return whether a rank has moved since its last stack was recorded."""
     return log.main_stack is not None and log.current_stack is None
 
 
 def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
-    """Return the ranks of this node with their current stacks: those of running ranks are read with
-    py-spy, since these record no stack.
+    """Return the logs of this node's ranks. The stacks of those that have moved since they recorded
+    one are read with py-spy.
     """
     from commlens.outside.find_ranks import find_worlds
     from commlens.outside.look import look_at
 
-    stale = [log for log in logs if _is_stale(log)]
-    if not stale:
-        return logs
-    try:
-        samples = look_at(find_worlds(str(stale[0].pid))[:1], window_s=0.5)[0].samples
-        return [sample.log for sample in samples]
-    except (CommandError, EvidenceError, MissingDependency):
-        for log in stale:
-            log.stacks = []
-        return logs
+    stale = {log.pid: log for log in logs if _is_stale(log)}
+    for log in stale.values():
+        log.stacks = []
+    if stale:
+        with contextlib.suppress(CommandError, MissingDependency):
+            worlds = find_worlds(str(min(stale)))[:1]
+            for sample in look_at(worlds, window_s=0.5)[0].samples:
+                if sample.log.pid in stale:
+                    stale[sample.log.pid].observation = sample.log.observation
+    return logs
