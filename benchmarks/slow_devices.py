@@ -36,7 +36,6 @@ from commlens.diagnosis.causes.straggler import find_straggler  # noqa: E402
 from commlens.model.collective import Frame  # noqa: E402
 from commlens.model.ranklog import RankLog  # noqa: E402
 from commlens.speed import pace  # noqa: E402
-from commlens.speed.device_times import TransferTrend  # noqa: E402
 from commlens.watch.slowness import profile_seconds  # noqa: E402
 
 BEGINS_S = 30.0
@@ -88,7 +87,7 @@ def job_of(seed: int, factor: float | None, *, healthy: bool) -> DeviceJob:
 
 def watch(job: DeviceJob) -> Told:
     """Let the watcher's measuring follow a job, and return what it says first."""
-    meter, trend = pace.PaceMeter(START), TransferTrend()
+    meter = pace.PaceMeter(START)
     paces: list[pace.Pace] = []
     steps: dict[float, int] = {}
     verdict, is_kind_right, after_s, details = "none", False, 0.0, ""
@@ -99,10 +98,8 @@ def watch(job: DeviceJob) -> Told:
             continue
         new = meter.measure(logs, 2, 5.0)
         paces += new
-        for each in new:
-            trend.add(logs, (each.begin_ns, each.begin_ns + round(each.window_s * S)))
         slow = pace.find_slow_ranks(pace.recent(paces)) if new else None
-        slower = trend.slower() if new else None
+        slower = meter.transfers.slower() if new else None
         if slow is not None:
             slow = slow._replace(since_ns=pace.slow_since(slow.ranks, paces))
             why = why_of(job, slow, logs)

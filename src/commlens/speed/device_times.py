@@ -8,6 +8,7 @@ device. Messages have no such durations: where a job has some on a device, no wa
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -98,15 +99,17 @@ def timed_collectives(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCo
             yield TimedCollective(key, op, waited, transfer)
 
 
-def waited_ns(logs: Iterable[RankLog], window: Span) -> dict[int, int]:
-    """Return for how long each rank's device waited for other ranks in a window; where members of a
-    group are on other nodes, for how long it was in that group's collectives.
+def waited_ns(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[dict[int, int]]:
+    """Return for how long each rank's device waited for other ranks between any two edges (Unix ns)
+    that follow one another; where members of a group are on other nodes, for how long it was in
+    that group's collectives.
     """
-    waited: dict[int, int] = defaultdict(int)
-    for timed in timed_collectives(logs, window):
-        for rank, ns in timed.waited_ns.items():
+    found: list[dict[int, int]] = [defaultdict(int) for _ in edges[1:]]
+    for each in timed:
+        waited = found[bisect_right(edges, each.op.announced_ns) - 1]
+        for rank, ns in each.waited_ns.items():
             waited[rank] += ns
-    return waited
+    return found
 
 
 class UsualTransfer(NamedTuple):
@@ -118,17 +121,17 @@ class UsualTransfer(NamedTuple):
 
 
 def usual_transfers(
-    logs: Iterable[RankLog], window: Span
+    timed: Iterable[TimedCollective],
 ) -> dict[TransferKind, dict[ChannelKey, UsualTransfer]]:
-    """Return how long transfers of each kind took in each group in a window. Kinds of which a group
-    had fewer than :data:`LEAST` are left out.
+    """Return how long transfers of each kind took in each group. Kinds of which a group had fewer
+    than :data:`LEAST` are left out.
     """
     found: dict[TransferKind, dict[ChannelKey, list[int]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[ChannelKey, ProcessGroup] = {}
-    for timed in timed_collectives(logs, window):
-        if timed.transfer_ns:
-            found[timed.kind][timed.key].append(timed.transfer_ns)
-            groups[timed.key] = timed.op.channel.group
+    for each in timed:
+        if each.transfer_ns:
+            found[each.kind][each.key].append(each.transfer_ns)
+            groups[each.key] = each.op.channel.group
     return {
         kind: {key: UsualTransfer(groups[key], median(ns), len(ns)) for key, ns in each.items()}
         for kind, each in found.items()
@@ -151,7 +154,7 @@ def find_slow_link(logs: Iterable[RankLog], window: Span, ranks: Iterable[int]) 
     """
     inside, groups = {*ranks}, {}
     lost: dict[ChannelKey, list[tuple[float, float, TransferKind]]] = defaultdict(list)
-    for kind, each in usual_transfers(logs, window).items():
+    for kind, each in usual_transfers(timed_collectives(logs, window)).items():
         for key, own in each.items():
             siblings = [other.ns for at, other in each.items() if at != key]
             if siblings and inside.issuperset(key[2]):
@@ -186,14 +189,16 @@ class TransferTrend:
         self._seen: dict[tuple[TransferKind, ChannelKey], list[tuple[int, float, float]]] = {}
         self._groups: dict[ChannelKey, ProcessGroup] = {}
 
-    def add(self, logs: Sequence[RankLog], window: Span) -> None:
-        """Add the transfers of a window."""
-        for kind, groups in usual_transfers(logs, window).items():
-            for key, (group, ns, times) in groups.items():
-                self._groups[key] = group
-                seen = self._seen.setdefault((kind, key), [])
-                seen.append((window[0], ns, ns * times / (window[1] - window[0])))
-                del seen[:-WINDOWS_KEPT]
+    def add(self, timed: Sequence[TimedCollective], windows: Sequence[Span]) -> None:
+        """Add the transfers of some windows."""
+        for begin, end in windows:
+            inside = [each for each in timed if begin <= each.op.announced_ns < end]
+            for kind, groups in usual_transfers(inside).items():
+                for key, (group, ns, times) in groups.items():
+                    self._groups[key] = group
+                    seen = self._seen.setdefault((kind, key), [])
+                    seen.append((begin, ns, ns * times / (end - begin)))
+                    del seen[:-WINDOWS_KEPT]
 
     def slower(self) -> SlowerTransfers | None:
         """Return the transfers that cost most against the best five windows of this job, if they

@@ -10,7 +10,7 @@ the node that reports compares all. On an accelerator the host does not wait; th
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -18,13 +18,18 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-import msgspec
-
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
-from commlens.speed.device_times import are_timed, timed_until, waited_ns
+from commlens.speed.device_times import (
+    TimedCollective,
+    TransferTrend,
+    are_timed,
+    timed_collectives,
+    timed_until,
+    waited_ns,
+)
 
 MIN_COST: Final = 0.1  # of the time
 MIN_COST_ON_DEVICE: Final = 0.05  # durations on a device vary less than times on a host
@@ -36,6 +41,8 @@ _NS: Final = 1e-9
 _MIN_COLLECTIVES: Final = 10  # of a rank, in a sample
 _FEW: Final = 0.05  # of the collectives
 _MIN_PIECE_S: Final = 1.0  # that is measured by itself, on a device
+_PIECE_S: Final = 5.0  # of records that are measured at once
+_PIECES_MAX: Final = 60
 
 
 class Pace(NamedTuple):
@@ -84,35 +91,67 @@ def measure(
     begin, end = max(since_ns, begin), min(end, until_ns or end)
     if len(logs) < least or end <= begin:
         return None
-    inside = {
-        log.rank: [op for op in log.collectives if begin <= op.announced_ns < end] for log in logs
-    }
+    return _measure_pieces(logs, [begin, end], timed_collectives(logs, (begin, end)))[0]
+
+
+def _measure_pieces(
+    logs: Sequence[RankLog], edges: Sequence[int], timed: Iterable[TimedCollective]
+) -> list[Pace | None]:
+    """Return the pace between any two edges (Unix ns) that follow one another; None where there are
+    too few records or durations.
+
+    Args:
+        logs: of all ranks.
+        edges: in order.
+        timed: the collectives on devices in this time.
+    """
+    inside: list[dict[int, list[Collective]]] = [
+        {log.rank: [] for log in logs} for _ in edges[1:]
+    ]
+    for log in logs:
+        for op in log.collectives:
+            if edges[0] <= op.announced_ns < edges[-1]:
+                inside[bisect_right(edges, op.announced_ns) - 1][log.rank].append(op)
+    waits = find_waits(logs)
+    on_device = waited_ns(timed, edges)
+    return [
+        _pace_of(window, *parts, waits)
+        for window, *parts in zip(pairwise(edges), inside, on_device, strict=True)
+    ]
+
+
+def _pace_of(
+    window: Span,
+    inside: Mapping[int, Sequence[Collective]],
+    on_device: Mapping[int, int],
+    waits: Mapping[int, Sequence[WaitTime]],
+) -> Pace | None:
+    """Return the pace in a window.
+
+    Args:
+        window: Unix ns.
+        inside: the collectives that each rank issued in it.
+        on_device: for how long each rank's device waited in it, ns.
+        waits: of each rank's host.
+    """
     if not all(len(ops) >= _MIN_COLLECTIVES and are_timed(ops) for ops in inside.values()):
         return None
-    waits, on_device = find_waits(logs), waited_ns(logs, (begin, end))
     waited = {
-        rank: (length(spans_in(waits[rank], (begin, end))) + on_device.get(rank, 0)) * _NS
+        rank: (length(spans_in(waits[rank], window)) + on_device.get(rank, 0)) * _NS
         for rank in inside
     }
     steps = [ops[-1].step - ops[0].step for ops in inside.values()]
-    window_s = (end - begin) * _NS
-    whole = _sees_other_nodes(inside)
+    window_s = length([window]) * _NS
     runs_ahead = all(op.channel.runs_ahead for ops in inside.values() for op in ops[-1:])
     return Pace(
         window_s,
         min(steps),
         waited,
         window_s / max(1, *steps),
-        is_whole=whole,
-        begin_ns=begin,
+        is_whole=_sees_other_nodes(inside),
+        begin_ns=window[0],
         min_cost=MIN_COST_ON_DEVICE if runs_ahead else MIN_COST,
     )
-
-
-def _since(log: RankLog, begin_ns: int) -> RankLog:
-    """Return a log without the collectives that were issued before, but for the last of these."""
-    first = bisect_left(log.collectives, begin_ns, key=lambda op: op.announced_ns)
-    return msgspec.structs.replace(log, collectives=log.collectives[max(0, first - 1) :])
 
 
 class PaceMeter:
@@ -120,6 +159,7 @@ class PaceMeter:
 
     def __init__(self, now_ns: int) -> None:
         self.until_ns = now_ns  # of the last measurement, Unix
+        self.transfers = TransferTrend()  # on devices
 
     def measure(self, logs: Sequence[RankLog], least: int, piece_s: float) -> list[Pace]:
         """Return the pace since the last time, oldest first.
@@ -137,14 +177,21 @@ class PaceMeter:
             self.until_ns = captured
             pace = measure(logs, begin, least=least)
             return [pace] if pace is not None else []
-        if (end - begin) * _NS < _MIN_PIECE_S:
+        if (end - begin) * _NS < _MIN_PIECE_S or len(logs) < least:
             return []
-        pieces = max(1, int((end - begin) * _NS / piece_s))
         self.until_ns = end
-        logs = [_since(log, begin) for log in logs]
-        edges = [begin + (end - begin) * part // pieces for part in range(pieces + 1)]
-        found = [measure(logs, first, last, least=least) for first, last in pairwise(edges)]
+        edges = _edges((begin, end), max(1, int((end - begin) * _NS / piece_s)))
+        timed = [*timed_collectives(logs, (begin, end))]
+        found = _measure_pieces(logs, edges, timed)
+        known = [window for window, pace in zip(pairwise(edges), found, strict=True) if pace]
+        self.transfers.add(timed, known)
         return [pace for pace in found if pace is not None]
+
+
+def _edges(span: Span, number: int) -> list[int]:
+    """Return the edges of a number of equal parts of a span."""
+    begin, end = span
+    return [begin + (end - begin) * part // number for part in range(number + 1)]
 
 
 def timed_span(logs: Sequence[RankLog]) -> Span:
@@ -341,14 +388,18 @@ def _without_cpu(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
 
 
 def find_slow_in_records(logs: Sequence[RankLog]) -> SlowRanks | None:
-    """Return the ranks that made a job slow for as long as the records of all ranks reach back;
-    None if there are none.
+    """Return the ranks that made a job slow in the newest records of all ranks, or for as long as
+    these reach back; None if there are none.
     """
-    begin, end = common_span(logs)
-    number = MIN_SAMPLES + 1
-    edges = [begin + (end - begin) * part // number for part in range(number + 1)]
-    paces = [measure(logs, first, last) for first, last in pairwise(edges)]
-    return find_slow_ranks([pace for pace in paces if pace is not None])
+    span = timed_span(logs)
+    seconds = length([span]) * _NS
+    if len(logs) < 2 or seconds <= 0:
+        return None
+    number = min(_PIECES_MAX, max(MIN_SAMPLES + 1, int(seconds / _PIECE_S)))
+    measured = _measure_pieces(logs, _edges(span, number), timed_collectives(logs, span))
+    paces = [pace for pace in measured if pace is not None]
+    slow = find_slow_ranks(recent(paces)) or find_slow_ranks(paces)
+    return slow._replace(since_ns=slow_since(slow.ranks, paces)) if slow is not None else None
 
 
 def recent(paces: Sequence[Pace]) -> list[Pace]:

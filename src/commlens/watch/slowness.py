@@ -20,7 +20,6 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.pyspy import PROFILE_S, InBackground, Profile, take_profile
-from commlens.speed.device_times import TransferTrend
 from commlens.speed.pace import (
     MIN_COST_ON_DEVICE,
     Judgement,
@@ -99,7 +98,6 @@ class Slowness:
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
         self._is_slower = False  # than at first
-        self._transfers = TransferTrend()
         self._has_slower_transfers = False
 
     @property
@@ -175,7 +173,7 @@ class Slowness:
         self._condensed = condensed(self._paces)
         news = self._judge_ranks(ranks, self.logs)
         news += (line for pace in paces for line in self._judge_steps(pace))
-        return [*news, *self._judge_transfers(paces)]
+        return [*news, *self._judge_transfers()]
 
     def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> list[Pace]:
         """Read the ranks' newest records and return the pace since the last sample, oldest first;
@@ -298,12 +296,9 @@ class Slowness:
             )
         ]
 
-    def _judge_transfers(self, paces: Sequence[Pace]) -> list[Line]:
+    def _judge_transfers(self) -> list[Line]:
         """Compare how long transfers on devices take with what this job reached before."""
-        for pace in paces:
-            end_ns = pace.begin_ns + round(pace.window_s * 1e9)
-            self._transfers.add(self.logs, (pace.begin_ns, end_ns))
-        found = self._transfers.slower()
+        found = self._meter.transfers.slower()
         if self._has_slower_transfers or found is None or found.share < MIN_COST_ON_DEVICE:
             return []
         self._has_slower_transfers = True

@@ -8,7 +8,6 @@ from device_jobs import DeviceJob, Fault
 
 from commlens.model.ranklog import RankLog
 from commlens.speed.device_times import (
-    TransferTrend,
     are_timed,
     find_slow_link,
     payload_by_place,
@@ -39,14 +38,15 @@ def followed(job: DeviceJob, until_s: float) -> tuple[list[Pace], SlowRanks | No
 
 def test_the_member_that_comes_last_waits_for_nobody() -> None:
     logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5)), 20.0)
-    waited, (begin, end) = waited_ns(logs, whole(logs)), whole(logs)
+    begin, end = whole(logs)
+    (waited,) = waited_ns(timed_collectives(logs, (begin, end)), (begin, end))
     assert waited[2] < 0.02 * (end - begin)
     assert all(waited[rank] > 0.2 * (end - begin) for rank in (0, 1, 3))
 
 
 def test_a_transfer_is_what_the_last_member_measures() -> None:
     logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5), jitter=0.0), 20.0)
-    for groups in usual_transfers(logs, whole(logs)).values():
+    for groups in usual_transfers(timed_collectives(logs, whole(logs))).values():
         for _, ns, _ in groups.values():
             assert ns == pytest.approx(0.006 * S, rel=0.01), "6% of a step of 0.1 s"
 
@@ -115,11 +115,10 @@ def test_a_slow_link_is_told_by_its_sibling_groups() -> None:
 def test_transfers_are_compared_with_the_best_of_the_job() -> None:
     """All ranks are in one group: nobody waits for anybody, and the link is slow for all."""
     for fault in (Fault("link", 0, 1.5, begins_s=40.0), None):
-        trend, meter = TransferTrend(), PaceMeter(START)
+        meter = PaceMeter(START)
         for _, logs in DeviceJob(4, fault=fault).looks(100.0):
-            for pace in meter.measure(logs, 2, 5.0):
-                trend.add(logs, (pace.begin_ns, pace.begin_ns + round(pace.window_s * S)))
-        slower = trend.slower()
+            meter.measure(logs, 2, 5.0)
+        slower = meter.transfers.slower()
         if fault is None:
             assert slower is None
             continue

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from builders import MS
+from builders import MS, START, S
+from device_jobs import DeviceJob, Fault
 from paced_jobs import job
 from paced_samples import late, samples
 
 from commlens.commands import main
 from commlens.diagnosis.examine import examine_logs
+from commlens.model.cause import Straggler
 from commlens.speed.pace import find_slow_in_records, find_slow_ranks, measure, recent
 
 
@@ -96,6 +98,19 @@ def test_records_of_a_dump() -> None:
     assert examine_logs(job(4, 200, late)).verdict.kind == "healthy", (
         "the watcher judges a job that runs by itself"
     )
+
+
+def test_records_of_a_dump_whose_durations_end_long_before_it() -> None:
+    """Torch's recorder is read every 14 s: a dump holds records whose durations are not known."""
+    for fault in (Fault("device", 3, 1.3, begins_s=40.0), None):
+        *_, (_, logs) = DeviceJob(8, fault=fault, reading_s=14.0).looks(90.0)
+        verdict = examine_logs(logs, slow=True).verdict
+        if fault is None:
+            assert verdict.kind == "healthy"
+            continue
+        assert (verdict.kind, verdict.culprits) == ("straggler", [3])
+        assert isinstance(verdict.cause, Straggler)
+        assert (verdict.cause.since_ns - START) / S == pytest.approx(40.0, abs=6.0)
 
 
 def test_diagnose_shows_how_long_each_rank_waits(
