@@ -1,10 +1,13 @@
-"""How long collectives took on the device, as torch's own recorder measured them.
+"""How long collectives and messages took on the device, as torch's own recorder measured them.
 
 With ``TORCH_NCCL_ENABLE_TIMING=1``, torch's watchdog thread keeps the duration of each collective
 that has ended. They are read from the recorder's entries, every 5 s or less often: a reading keeps
 the GIL, and may take at most 0.1% of the time. A reading also queries the events of what is in
 flight, as torch's watchdog does all the time. That breaks the capture of a CUDA graph, so a process
 that captures one is never read again. Backends with completion hooks tell durations by them.
+
+torch numbers the messages of a backend as they are issued, a batch as one of them. They are counted
+here; an entry of another kind under the same number is not taken.
 """
 
 from __future__ import annotations
@@ -29,8 +32,7 @@ _LEAST: Final = 10  # collectives without a duration, below which nothing is rea
 class _Untimed(NamedTuple):
     """A record of a collective whose duration is not known yet."""
 
-    number: int  # of the backend
-    is_coalesced: bool
+    key: torch_progress.EntryKey
     offset: int
     record: int
 
@@ -51,6 +53,7 @@ class DeviceDurations:
         self._writer = writer
         self._read = read
         self._untimed: dict[str, collections.deque[_Untimed]] = {}
+        self._messages: collections.Counter[str] = collections.Counter()  # issued, by ``uid``
         self._due_ns = 0
         # of the newest readings: while the machine is busy, some take much longer
         self._took_ns: collections.deque[int] = collections.deque(maxlen=3)
@@ -59,14 +62,26 @@ class DeviceDurations:
 
     def add(self, token: Token) -> None:
         """Add a collective that was enqueued on a device."""
+        kind = "coalesced" if token.args.op == "coalesced" else "alone"
+        self._add(token, (kind, token.backend_number))
+
+    def add_message(self, token: Token) -> None:
+        """Add a message, or the record that closes a batch of them. Each must be added, in the
+        order in which they are issued.
+        """
+        uid = token.args.channel.backend.uid
+        self._messages[uid] += 1
+        kind = "batch" if token.args.op == "coalesced" else token.args.op
+        self._add(token, (kind, self._messages[uid]))
+
+    def _add(self, token: Token, key: torch_progress.EntryKey) -> None:
         if not self._off:
             uid = token.args.channel.backend.uid
             queue = self._untimed.get(uid)
             if queue is None:
                 size = min(self._writer.capacity, torch_progress.capacity())
                 queue = self._untimed[uid] = collections.deque(maxlen=size)
-            is_coalesced = token.args.op == "coalesced"
-            queue.append(_Untimed(token.backend_number, is_coalesced, token.offset, token.index))
+            queue.append(_Untimed(key, token.offset, token.index))
 
     def end(self) -> None:
         """Read nothing any more: the process captures a CUDA graph."""
@@ -98,14 +113,16 @@ class DeviceDurations:
         self._due_ns = (now // interval + 1) * interval
 
     def _record(
-        self, queue: collections.deque[_Untimed], known: dict[tuple[int, bool], int]
+        self, queue: collections.deque[_Untimed], known: dict[torch_progress.EntryKey, int]
     ) -> None:
         """Record the known durations of a backend, and forget what is older than all of them."""
-        oldest = min(known, default=(0, False))[0]
+        oldest: dict[str, int] = {}
+        for kind, number in known:
+            oldest[kind] = min(number, oldest.get(kind, number))
         for _ in range(len(queue)):
             each = queue.popleft()
-            duration = known.get((each.number, each.is_coalesced))
+            duration = known.get(each.key)
             if duration is not None:
                 self._writer.mark_value(each.offset, L.DURATION, each.record, duration // L.TICK_NS)
-            elif each.number > oldest:
+            elif each.key[1] > oldest.get(each.key[0], 0):
                 queue.append(each)

@@ -147,6 +147,8 @@ class DeviceQueues:
             self._hooked.append(token)
         elif token.result is not None:
             self._messages.append(token)
+            if self._durations is not None and channel.backend.uid:
+                self._durations.add_message(token)
         elif token.backend_number > 0 and (channel.backend.uid or channel.backend.recorder):
             queue = self._queues.get(channel)
             if queue is None:

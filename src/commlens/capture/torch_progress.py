@@ -93,24 +93,36 @@ def in_flight() -> dict[str, InFlight] | None:
     return None
 
 
-Durations = dict[str, dict[tuple[int, bool], int]]
-"""By a backend's ``uid``: the durations in ns, by its own number of a collective and whether that
-is the record that closes a coalesced group.
+EntryKey = tuple[str, int]
+"""``"alone"`` and ``"coalesced"`` with a collective's number: the latter is the record that closes
+a coalesced group. ``"send"``, ``"recv"`` and ``"batch"`` with a message's number.
 """
+Durations = dict[str, dict[EntryKey, int]]
+"""By a backend's ``uid``: the durations in ns."""
 
 
 def durations() -> Durations:
-    """Return how long collectives took on the device, as far as torch's recorder has measured them;
-    empty if it tells none.
+    """Return how long collectives and messages took on the device, as far as torch's recorder has
+    measured them; empty if it tells none.
     """
     found: Durations = {}
     try:
         for entry in torch_offers.nccl_entries():
             duration_ms = entry.get("duration_ms")
-            if duration_ms is not None and not entry["is_p2p"]:
-                is_coalesced = str(entry["profiling_name"]).endswith("coalesced")
-                number = int(entry["collective_seq_id"]), is_coalesced
-                found.setdefault(str(entry["pg_id"]), {})[number] = round(duration_ms * 1e6)
+            if duration_ms is None:
+                continue
+            known = found.setdefault(str(entry["pg_id"]), {})
+            title, number = str(entry["profiling_name"]), int(entry["collective_seq_id"])
+            if entry["is_p2p"]:
+                keys = [(title.split(" ")[0].rpartition(":")[2], int(entry["p2p_seq_id"]))]
+            elif title.endswith("coalesced"):
+                # It closes a group of collectives or of messages, and carries both numbers: the
+                # first one with a number is the one that has made it.
+                keys = [("coalesced", number), ("batch", int(entry.get("p2p_seq_id", 0)))]
+            else:
+                keys = [("alone", number)]
+            for key in keys:
+                known.setdefault(key, round(duration_ms * 1e6))
     except Exception:  # a recorder of another form
         return {}
     return found
