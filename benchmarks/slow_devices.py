@@ -1,6 +1,7 @@
 r"""Count how often slow ranks and links are named in jobs whose hosts run ahead of their devices.
 
     python benchmarks/slow_devices.py [--jobs 300] [--healthy 300] [--first 0] [--slowdown 1.3]
+        [--pipelines]
 
 Each job is simulated (``tests/unit/support/device_jobs.py``: who waits for whom, by arithmetic):
 4 to 64 ranks, data parallel or tensor and data parallel, with or without experts, whose hosts
@@ -11,7 +12,9 @@ recorder is read. The stacks of the slow rank and another one are simulated, too
 
 Told are the slowdown of the job (its steps after and before the fault), whom the watcher names, and
 when. A rank whose slowness does not make the job slower, because its host runs far enough ahead, is
-not to be named. In healthy jobs, of which a third write a checkpoint on rank 0 now and then, nobody
+not to be named. With ``--pipelines``, the jobs have 2 to 8 stages with 1 to 4 ranks each, which
+send messages; all ranks of a stage may have more work from the beginning, and a slow link between
+two stages names nobody. In healthy jobs, of which a third write a checkpoint on rank 0 now and then, nobody
 is.
 """
 
@@ -29,8 +32,8 @@ from typing import NamedTuple
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "unit" / "support"), str(TESTS / "unit"), str(TESTS)]
 
-from builders import SCRIPT, START, S  # noqa: E402
-from device_jobs import DeviceJob, Fault  # noqa: E402
+from builders import SCRIPT, START  # noqa: E402
+from device_jobs import DeviceJob, Fault, PipelineJob  # noqa: E402
 
 from commlens.diagnosis.causes.straggler import find_straggler  # noqa: E402
 from commlens.model.collective import Frame  # noqa: E402
@@ -46,6 +49,12 @@ KINDS = {
     "host": "data-loading",
     "link": "slow-link",
     "work": "uneven-work",
+}
+KINDS_OF_PIPELINES = {
+    "device": "slow-device",
+    "host": "data-loading",
+    "link": "",
+    "stage": "uneven-work",
 }
 SLOWDOWNS = (0.03, 0.075, 0.2, 0.6)
 """Least slowdown of the job in each row of the table: about 5%, 10%, 30% and 100%."""
@@ -85,6 +94,33 @@ def job_of(seed: int, factor: float | None, *, healthy: bool) -> DeviceJob:
     )
 
 
+def pipeline_of(seed: int, factor: float | None, *, healthy: bool) -> DeviceJob:
+    """Return the pipeline of a seed."""
+    draw = random.Random(seed)
+    stages, replicas = draw.choice([2, 4, 4, 8]), draw.choice([1, 2, 4])
+    ranks = max(4, stages * replicas)
+    kind = draw.choice(sorted(KINDS_OF_PIPELINES))
+    fault = Fault(
+        kind,
+        draw.randrange(ranks),
+        factor or draw.choice([1.1, 1.3, 1.6, 2.0]),
+        0.0 if kind == "stage" else BEGINS_S,
+    )
+    return PipelineJob(
+        ranks,
+        seed=seed,
+        fault=None if healthy else fault,
+        jitter=draw.uniform(0.01, 0.08),
+        step_s=draw.choice([0.2, 0.3]),
+        syncs=draw.random() < 0.5,
+        ahead=draw.choice([1, 3]),
+        pp=stages,
+        microbatches=draw.choice([4, 4, 6]),
+        batched=draw.random() < 0.5,
+        norm=draw.random() < 0.5,
+    )
+
+
 def watch(job: DeviceJob) -> Told:
     """Let the watcher's measuring follow a job, and return what it says first."""
     meter = pace.PaceMeter(START)
@@ -101,11 +137,13 @@ def watch(job: DeviceJob) -> Told:
         slow = pace.find_slow_ranks(pace.recent(paces)) if new else None
         slower = meter.transfers.slower() if new else None
         if slow is not None:
-            slow = slow._replace(since_ns=pace.slow_since(slow.ranks, paces))
+            slow = pace.with_since(slow, paces)
             why = why_of(job, slow, logs)
-            is_kind_right = fault is not None and why == KINDS[fault.kind]
+            kinds = KINDS_OF_PIPELINES if isinstance(job, PipelineJob) else KINDS
+            is_kind_right = fault is not None and why == kinds[fault.kind]
             verdict = "right" if slow.ranks == expected(job) else "wrong"
-            after_s, details = now_s - BEGINS_S, f"{slow.ranks} {why} {slow.cost:.0%}"
+            after_s = now_s - (fault.begins_s if fault else BEGINS_S)
+            details = f"{slow.ranks} {why} {slow.cost:.0%}"
         elif slower is not None and slower.share > pace.MIN_COST_ON_DEVICE:
             members = sorted(slower.group.ranks)
             is_right = fault is not None and fault.kind == "link" and fault.rank in members
@@ -124,6 +162,10 @@ def expected(job: DeviceJob) -> list[int]:
     """Return the ranks that are to be named."""
     if job.fault is None:
         return []
+    if isinstance(job, PipelineJob):
+        return {"link": [], "stage": job.ranks_like(job.fault.rank)}.get(
+            job.fault.kind, [job.fault.rank]
+        )
     if job.fault.kind != "link":
         return [job.fault.rank]
     first = job.fault.rank // job.tp * job.tp
@@ -153,12 +195,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=300)
     parser.add_argument("--healthy", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--pipelines", action="store_true", help="jobs whose ranks send messages")
     parser.add_argument("--slowdown", type=float, help="the factor of all faults")
     options = parser.parse_args()
+    make = pipeline_of if options.pipelines else job_of
     rows: dict[float, list[Told]] = defaultdict(list)
     hidden: list[Told] = []
     for seed in range(options.first, options.first + options.jobs):
-        told = watch(job_of(seed, options.slowdown, healthy=False))
+        told = watch(make(seed, options.slowdown, healthy=False))
         row = max((each for each in SLOWDOWNS if told.slowdown >= each), default=0.0)
         (rows[row] if row else hidden).append(told)
         is_missed = told.verdict == "none" and row > SLOWDOWNS[0]
@@ -180,7 +224,7 @@ def main() -> None:
     first = options.first + 1_000_000
     healthy = Counter()
     for seed in range(first, first + options.healthy):
-        told = watch(job_of(seed, None, healthy=True))
+        told = watch(make(seed, None, healthy=True))
         healthy[told.verdict] += 1
         if told.verdict != "none":
             print(f"healthy seed {seed}: {told}", flush=True)

@@ -158,10 +158,12 @@ def exit_status(verdict: Verdict) -> int:
 
 def _print_pace(examined: ExaminedJob) -> None:
     from commlens.commands.table import print_table
-    from commlens.speed import pace
+    from commlens.reports.step_table import change_words, period_words
+    from commlens.speed import pace, rhythm
     from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
-    measured = pace.measure([view.log for _, view in sorted(examined.job.views.items())])
+    logs = [view.log for _, view in sorted(examined.job.views.items())]
+    measured = pace.measure(logs)
     print()
     if measured is None:
         print(
@@ -181,6 +183,14 @@ def _print_pace(examined: ExaminedJob) -> None:
         f" all others. A difference of {measured.min_cost:.0%} or more, over at least"
         f" {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s, is reported as a slow rank."
     )
+    moments = [*rhythm.first_moments(logs[0]).items()]
+    if (change := rhythm.find_change(moments)) is not None:
+        print(change_words(change))
+    runs_ahead = any(op.channel.runs_ahead for op in logs[0].collectives[-1:])
+    # a host that runs ahead of its device issues several steps at once
+    extra = {} if runs_ahead else rhythm.longer_than_usual(moments)
+    if (pause := rhythm.find_period(moments, extra)) is not None:
+        print(period_words(pause))
 
 
 def _add_entries(group: argparse._ArgumentGroup) -> None:

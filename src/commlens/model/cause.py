@@ -722,6 +722,9 @@ class Straggler(OfHardware, tag="straggler", kw_only=True):
     hot_line: HotLine | None = None
     stretch: SlowStretch | None = None
     since_ns: int = 0  # Unix; 0: in all samples, or not known
+    since_step: int = 0  # about
+    slower: float | None = None  # how many times as long a step takes since then
+    by_rounds: bool = False  # the steps are rounds of collectives: no rank counts an optimizer's
     transfer: SlowTransfer | None = None  # of ``slow-link``
     # of ``uneven-work``: the elements that they contribute to collectives, against the others'
     work_ratio: float | None = None

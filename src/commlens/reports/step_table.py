@@ -4,19 +4,24 @@ verdict's page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
+from commlens.speed.rhythm import PeriodicPause, StepChange
 from commlens.speed.step_times import StepPart, StepTimes
 from commlens.text import (
     capital,
     count,
+    duration,
     number,
     rank_phrase,
+    ranks_phrase,
     short_duration,
     size,
     used_columns,
+    utc,
 )
 
 HEADINGS: Final = (
@@ -87,6 +92,32 @@ def _answer(times: StepTimes) -> str:
             f" {rank_phrase(most)} most ({short_duration(waited[most])})"
         )
     return f"{text}."
+
+
+def change_words(change: StepChange) -> str:
+    """Return since when a step takes longer, as a sentence."""
+    return (
+        f"Since step {change.step:,} ({utc(change.since_ns)}), a step takes {change.ratio:.2f}"
+        f" times as long: {short_duration(change.after_ns)} against"
+        f" {short_duration(change.before_ns)}."
+    )
+
+
+def period_words(pause: PeriodicPause, ranks: Sequence[int] = ()) -> str:
+    """Return how often a step takes longer, as sentences.
+
+    Args:
+        pause: the long steps.
+        ranks: for which the others wait then.
+    """
+    waits = f"all others wait for {ranks_phrase(ranks)} for" if ranks else "a step takes"
+    longer = "" if ranks else " longer"
+    return (
+        f"Every {pause.steps:,} steps ({duration(pause.seconds * 1e9)}), {waits}"
+        f" {duration(pause.extra_s * 1e9)}{longer}: {pause.share:.0%} of the time"
+        f" ({count(pause.times, 'time')} seen, last in step {pause.newest:,}). A checkpoint, an"
+        " evaluation or a collection of garbage comes like that: no rank is called slow for it."
+    )
 
 
 def _cells(part: StepPart, times: StepTimes) -> list[str]:

@@ -3,19 +3,22 @@
 On a device, a collective begins when its own rank arrives and ends for all members together. So the
 member that arrives last has the shortest duration, which is the time of the transfer; what the
 others' durations are longer, they waited. No clock in common is needed, and nothing is asked of a
-device. Messages have no such durations: where a job has some on a device, no wait is known.
+device. A message waits for its peer in the same way; how long its data takes is inferred from the
+shortest messages of the job.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from math import inf
 from statistics import median
 from typing import Final, NamedTuple
 
 from commlens.model.collective import ChannelKey, Collective, ProcessGroup
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span
 
@@ -36,20 +39,19 @@ class TransferKind(NamedTuple):
 
 
 class TimedCollective(NamedTuple):
-    """A collective on a device, with the durations that its members measured."""
+    """A collective on a device with the durations that its members measured, or a message."""
 
     key: ChannelKey
     op: Collective  # as one member recorded it
     waited_ns: dict[int, int]  # by rank: for the last member
-    transfer_ns: int  # 0: not known, because some members are on other nodes
+    transfer_ns: int  # 0: not known: a message, or some members are on other nodes
 
     @property
     def kind(self) -> TransferKind:
         """The kind of its transfer."""
         payload = self.op.args.payload
-        numel = sum(spec.numel for spec in payload)
         return TransferKind(
-            self.op.op, numel, payload[0].dtype if payload else "", len(self.key[2])
+            self.op.op, _numel(self.op), payload[0].dtype if payload else "", len(self.key[2])
         )
 
 
@@ -68,35 +70,81 @@ def timed_until(log: RankLog) -> int:
     return max((op.announced_ns + 1 for op in on_device if op.duration_ns is not None), default=0)
 
 
+def is_message(op: Collective) -> bool:
+    """Return whether a record is of a message, or closes a batch of messages."""
+    return op.is_point_to_point or (op.coalesced_members > 0 and not op.sequence_number)
+
+
 def are_timed(ops: Iterable[Collective]) -> bool:
-    """Return whether the durations of nearly all collectives on a device are known."""
-    on_device = [op for op in ops if is_on_device(op)]
-    unknown = [op for op in on_device if op.duration_ns is None]
-    return len(unknown) <= _FEW * len(on_device) and not any(op.is_point_to_point for op in unknown)
+    """Return whether the durations of nearly all collectives and messages on a device are known.
+
+    Members of a coalesced group need none: the record that closes the group has it.
+    """
+    seen = {True: 0, False: 0}  # messages, and collectives
+    unknown = {True: 0, False: 0}
+    for op in ops:
+        if is_on_device(op) and (op.coalesced_members or not op.coalescing_id):
+            seen[is_message(op)] += 1
+            unknown[is_message(op)] += op.duration_ns is None
+    return all(unknown[each] <= _FEW * seen[each] for each in unknown)
 
 
-def timed_collectives(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
-    """Yield the collectives on devices that all their members in the logs issued in a window (Unix
-    ns), as far as their durations are known.
+def timed_collectives(logs: Iterable[RankLog], window: Span) -> list[TimedCollective]:
+    """Return the collectives on devices that all their members in the logs issued in a window (Unix
+    ns), and the messages that they received, as far as their durations are known.
     """
     begin, end = window
     by_number: dict[tuple[ChannelKey, int], dict[int, Collective]] = defaultdict(dict)
+    messages: list[tuple[int, Collective]] = []
     here: set[int] = set()
     for log in logs:
         here.add(log.rank)
+        receives = 0  # the batch of the newest receive
         for op in log.collectives:
-            if op.duration_ns is not None and is_on_device(op) and begin <= op.announced_ns < end:
+            if op.op == "recv":
+                receives = op.coalescing_id
+            if op.duration_ns is None or not begin <= op.announced_ns < end or not is_on_device(op):
+                continue
+            if is_message(op):
+                # While a send waits for its receiver, its rank goes on.
+                if op.op == "recv" or op.coalescing_id == receives > 0:
+                    messages.append((log.rank, op))
+            else:
                 by_number[op.channel.key, op.sequence_number][log.rank] = op
     whole = {key: here.issuperset(key[2]) for key, _ in by_number}
+    found = _timed_messages(messages)
     for (key, _), by_rank in by_number.items():
         durations = {rank: op.duration_ns or 0 for rank, op in by_rank.items()}
         op = next(iter(by_rank.values()))
         if not whole[key]:
-            yield TimedCollective(key, op, durations, 0)
+            found.append(TimedCollective(key, op, durations, 0))
         elif len(by_rank) == len(key[2]):
             transfer = min(durations.values())
             waited = {rank: duration - transfer for rank, duration in durations.items()}
-            yield TimedCollective(key, op, waited, transfer)
+            found.append(TimedCollective(key, op, waited, transfer))
+    return found
+
+
+def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCollective]:
+    """Return messages with the time for which their rank waited: what they took longer than their
+    data takes at the job's best rate.
+    """
+    known = grouped((_numel(op), op.duration_ns or 0) for _, op in messages)
+    rates = (numel / max(1, sorted(took)[len(took) // 10]) for numel, took in known.items())
+    best = max(rates, default=0.0) or inf
+    return [
+        TimedCollective(
+            op.channel.key,
+            op,
+            {rank: max(0, (op.duration_ns or 0) - round(_numel(op) / best))},
+            0,
+        )
+        for rank, op in messages
+    ]
+
+
+def _numel(op: Collective) -> int:
+    return sum(spec.numel for spec in op.args.payload)
 
 
 def waited_ns(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[dict[int, int]]:
@@ -242,5 +290,5 @@ def payload_by_place(log: RankLog, window: Span) -> Mapping[tuple[object, ...], 
     found: dict[tuple[object, ...], float] = defaultdict(float)
     for op in log.collectives:
         if op.channel.runs_ahead and begin <= op.announced_ns < end:
-            found[op.op, op.call_lines] += sum(spec.numel for spec in op.args.payload)
+            found[op.op, op.call_lines] += _numel(op)
     return found

@@ -10,7 +10,7 @@ the node that reports compares all. On an accelerator the host does not wait; th
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -30,9 +30,10 @@ from commlens.speed.device_times import (
     timed_until,
     waited_ns,
 )
+from commlens.speed.rhythm import PeriodicPause, find_period, first_moments, round_starts
 
 MIN_COST: Final = 0.1  # of the time
-MIN_COST_ON_DEVICE: Final = 0.05  # durations on a device vary less than times on a host
+MIN_COST_ON_DEVICE: Final = 0.05  # durations of collectives vary less than times on a host
 MIN_STEPS: Final = 50
 MIN_S: Final = 20.0
 MIN_SAMPLES: Final = 5
@@ -43,6 +44,8 @@ _FEW: Final = 0.05  # of the collectives
 _MIN_PIECE_S: Final = 1.0  # that is measured by itself, on a device
 _PIECE_S: Final = 5.0  # of records that are measured at once
 _PIECES_MAX: Final = 60
+# of the time. Where no rank counts steps, ranks that wait for longer may wait for work.
+_MAX_COST_OF_ROUNDS: Final = 0.5
 
 
 class Pace(NamedTuple):
@@ -57,6 +60,9 @@ class Pace(NamedTuple):
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
     begin_ns: int = 0  # Unix
     min_cost: float = MIN_COST  # share of the time: nobody who costs less is named
+    step: int = 0  # in which it begins
+    # the steps are rounds of collectives, because no rank counts those of an optimizer
+    by_rounds: bool = False
 
 
 class SlowRanks(NamedTuple):
@@ -69,6 +75,9 @@ class SlowRanks(NamedTuple):
     no_cpu: float  # share of the time in which they were ready to run and had no CPU
     no_cpu_others: float
     since_ns: int = 0  # Unix; 0: they were slow in all samples
+    since_step: int = 0
+    slower: float = 0.0  # how many times as long a step takes since then; 0: not known
+    by_rounds: bool = False  # the steps are rounds of collectives
 
 
 def measure(
@@ -105,19 +114,22 @@ def _measure_pieces(
         edges: in order.
         timed: the collectives on devices in this time.
     """
-    inside: list[dict[int, list[Collective]]] = [
-        {log.rank: [] for log in logs} for _ in edges[1:]
-    ]
+    inside: list[dict[int, list[Collective]]] = [{log.rank: [] for log in logs} for _ in edges[1:]]
     for log in logs:
         for op in log.collectives:
             if edges[0] <= op.announced_ns < edges[-1]:
                 inside[bisect_right(edges, op.announced_ns) - 1][log.rank].append(op)
     waits = find_waits(logs)
     on_device = waited_ns(timed, edges)
+    rounds = {log.rank: round_starts(log) for log in logs} if not any(map(_steps, logs)) else {}
     return [
-        _pace_of(window, *parts, waits)
-        for window, *parts in zip(pairwise(edges), inside, on_device, strict=True)
+        _pace_of(window, ops, waited, waits, rounds)
+        for window, ops, waited in zip(pairwise(edges), inside, on_device, strict=True)
     ]
+
+
+def _steps(log: RankLog) -> int:
+    return log.steps
 
 
 def _pace_of(
@@ -125,6 +137,7 @@ def _pace_of(
     inside: Mapping[int, Sequence[Collective]],
     on_device: Mapping[int, int],
     waits: Mapping[int, Sequence[WaitTime]],
+    rounds: Mapping[int, Sequence[int]],
 ) -> Pace | None:
     """Return the pace in a window.
 
@@ -133,6 +146,7 @@ def _pace_of(
         inside: the collectives that each rank issued in it.
         on_device: for how long each rank's device waited in it, ns.
         waits: of each rank's host.
+        rounds: when each rank began a round, if no rank counts steps.
     """
     if not all(len(ops) >= _MIN_COLLECTIVES and are_timed(ops) for ops in inside.values()):
         return None
@@ -140,9 +154,13 @@ def _pace_of(
         rank: (length(spans_in(waits[rank], window)) + on_device.get(rank, 0)) * _NS
         for rank in inside
     }
-    steps = [ops[-1].step - ops[0].step for ops in inside.values()]
+    steps = [
+        _number_in(rounds[rank], window) if rounds else ops[-1].step - ops[0].step
+        for rank, ops in inside.items()
+    ]
     window_s = length([window]) * _NS
     runs_ahead = all(op.channel.runs_ahead for ops in inside.values() for op in ops[-1:])
+    is_exact = runs_ahead and not any(op.is_point_to_point for ops in inside.values() for op in ops)
     return Pace(
         window_s,
         min(steps),
@@ -150,8 +168,14 @@ def _pace_of(
         window_s / max(1, *steps),
         is_whole=_sees_other_nodes(inside),
         begin_ns=window[0],
-        min_cost=MIN_COST_ON_DEVICE if runs_ahead else MIN_COST,
+        min_cost=MIN_COST_ON_DEVICE if is_exact else MIN_COST,
+        step=max(ops[0].step for ops in inside.values()),
+        by_rounds=bool(rounds),
     )
+
+
+def _number_in(moments: Sequence[int], window: Span) -> int:
+    return bisect_left(moments, window[1]) - bisect_left(moments, window[0])
 
 
 class PaceMeter:
@@ -181,7 +205,7 @@ class PaceMeter:
             return []
         self.until_ns = end
         edges = _edges((begin, end), max(1, int((end - begin) * _NS / piece_s)))
-        timed = [*timed_collectives(logs, (begin, end))]
+        timed = timed_collectives(logs, (begin, end))
         found = _measure_pieces(logs, edges, timed)
         known = [window for window, pace in zip(pairwise(edges), found, strict=True) if pace]
         self.transfers.add(timed, known)
@@ -308,7 +332,8 @@ def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) ->
     waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
     ranks, cost_s = _low_side(waited)
     min_cost = part * max(pace.min_cost for pace in paces)
-    if cost_s < min_cost * window_s:
+    by_rounds = paces[0].by_rounds
+    if cost_s < min_cost * window_s or (by_rounds and cost_s > _MAX_COST_OF_ROUNDS * window_s):
         return None
     others = set(waited) - set(ranks)
     agreeing = [pace for pace in paces if _makes_wait(pace, ranks, min_cost)]
@@ -322,20 +347,26 @@ def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) ->
         step_s,
         _without_cpu(paces, ranks),
         _without_cpu(paces, others),
+        by_rounds=by_rounds,
     )
 
 
-def slow_since(ranks: Sequence[int], paces: Sequence[Pace]) -> int:
-    """Return when ranks became slow (Unix ns): the beginning of the newest samples, one after the
-    other, in which all others wait for them. 0 if they were slow in all samples, or not in the
-    newest.
+def with_since(slow: SlowRanks, paces: Sequence[Pace]) -> SlowRanks:
+    """Add when ranks became slow: the beginning of the newest samples, one after the other, in
+    which all others wait for them; and how much longer steps take since then. Nothing is added if
+    they were slow in all samples, or not in the newest.
     """
-    since = 0
-    for pace in reversed(paces):
-        if not _makes_wait(pace, ranks, pace.min_cost):
-            return since
-        since = pace.begin_ns
-    return 0
+    first = len(paces)
+    while first and _makes_wait(paces[first - 1], slow.ranks, paces[first - 1].min_cost):
+        first -= 1
+    if first in (0, len(paces)):
+        return slow
+    before, after = (
+        median(pace.step_s for pace in part) for part in (paces[:first], paces[first:])
+    )
+    return slow._replace(
+        since_ns=paces[first].begin_ns, since_step=paces[first].step, slower=after / before
+    )
 
 
 def _makes_wait(pace: Pace, ranks: Iterable[int], min_cost: float) -> bool:
@@ -399,7 +430,37 @@ def find_slow_in_records(logs: Sequence[RankLog]) -> SlowRanks | None:
     measured = _measure_pieces(logs, _edges(span, number), timed_collectives(logs, span))
     paces = [pace for pace in measured if pace is not None]
     slow = find_slow_ranks(recent(paces)) or find_slow_ranks(paces)
-    return slow._replace(since_ns=slow_since(slow.ranks, paces)) if slow is not None else None
+    if slow is None or find_periodic_waits(slow, logs) is not None:
+        return None
+    return with_since(slow, paces)
+
+
+def find_periodic_waits(slow: SlowRanks, logs: Sequence[RankLog]) -> PeriodicPause | None:
+    """Return how often the others wait for slow ranks, if most of their waits come periodically:
+    then these ranks have something to do now and then, such as to write a checkpoint.
+
+    Args:
+        slow: the ranks.
+        logs: of all ranks of a node.
+    """
+    waited: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # by step, rank
+    for rank, waits in find_waits(logs).items():
+        for wait in waits:
+            waited[wait.op.step][rank] += wait.end_ns - wait.begin_ns
+    for timed in timed_collectives(logs, timed_span(logs)):
+        for rank, ns in timed.waited_ns.items():
+            waited[timed.op.step][rank] += ns
+    ranks = {log.rank for log in logs}
+    ours, others = ranks & {*slow.ranks}, ranks - {*slow.ranks}
+    if not ours or not others:
+        return None
+    lost = {
+        step: min(by_rank[rank] for rank in others) - max(by_rank[rank] for rank in ours)
+        for step, by_rank in waited.items()
+    }
+    first = next(log for log in logs if log.rank in ours)
+    pause = find_period([*first_moments(first).items()], lost)
+    return pause if pause is not None and pause.share > slow.cost / 2 else None
 
 
 def recent(paces: Sequence[Pace]) -> list[Pace]:
@@ -448,10 +509,11 @@ def condensed(paces: Sequence[Pace]) -> list[Sample]:
     all ranks of the job.
 
     Returns:
-        Nothing if they are too few, or do not show the waits for ranks on other nodes.
+        Nothing if they are too few, or do not show the waits for ranks on other nodes, or the
+            optimizer steps.
     """
     newest = recent(paces)
-    if not suffice(newest) or not all(pace.is_whole for pace in newest):
+    if not suffice(newest) or not all(pace.is_whole and not pace.by_rounds for pace in newest):
         return []
     edges = [len(newest) * part // MIN_SAMPLES for part in range(MIN_SAMPLES + 1)]
     return [_merged(newest[first:last]) for first, last in pairwise(edges)]

@@ -20,6 +20,7 @@ from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
 from commlens.speed.pace import WaitTime, common_span, find_waits, on_device_ns, spans_in
+from commlens.speed.rhythm import first_moments
 from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
 
 _STEPS: Final = 64  # the newest of them
@@ -165,15 +166,6 @@ def _sample_of_hosts(logs: Sequence[RankLog]) -> list[RankLog]:
             break
         some += host
     return some
-
-
-def first_moments(log: RankLog) -> dict[int, int]:
-    """Return when each step but the first issued its first collective (Unix ns)."""
-    first: dict[int, int] = {}
-    for op in log.collectives:
-        if op.announced_ns:
-            first.setdefault(op.step, op.announced_ns)
-    return {step: first[step] for step in sorted(first)[1:]}
 
 
 def _newest_run(steps: set[int]) -> list[int]:

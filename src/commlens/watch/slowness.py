@@ -28,12 +28,14 @@ from commlens.speed.pace import (
     Sample,
     SlowRanks,
     condensed,
+    find_periodic_waits,
     find_slow_ranks,
     judge,
     recent,
-    slow_since,
     with_cpu,
+    with_since,
 )
+from commlens.speed.rhythm import PeriodicPause
 from commlens.text import count, duration, group_phrase, ranks_and_verb, utc
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.exchange import Nodes
@@ -99,6 +101,7 @@ class Slowness:
         self.logs: list[RankLog] = []  # of the newest sample
         self._is_slower = False  # than at first
         self._has_slower_transfers = False
+        self._has_period = False
 
     @property
     def last(self) -> Pace | None:
@@ -156,7 +159,12 @@ class Slowness:
             return []
         if self._observer is not None:
             sample(ranks, self._observer)
-        steps = min(member.status.steps if member.status is not None else 0 for member in ranks)
+        seen = [member.status for member in ranks if member.status is not None]
+        if len(seen) < len(ranks):
+            return []
+        steps = min(status.steps for status in seen)
+        if not any(status.steps for status in seen):  # perhaps its collectives show rounds
+            steps = min(status.issued for status in seen)
         # a sample spans at least one step, not the start of the job
         if not self._steps:
             self._sampled_ns = time.monotonic_ns()
@@ -188,7 +196,7 @@ class Slowness:
         if not paces:
             return []
         self.logs = logs
-        if len(paces) == 1:
+        if len(paces) == 1 and not paces[0].by_rounds:
             paces = [paces[0]._replace(steps=done, step_s=elapsed_ns * 1e-9 / done)]
         return [
             pace._replace(
@@ -223,6 +231,9 @@ class Slowness:
         if before is not None and before.culprits == slow.ranks:
             return []
         if self._observer is None:
+            whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
+            if (pause := find_periodic_waits(slow, whole)) is not None:
+                return self._tell_period(slow, pause)
             self._begin_profiles(ranks, slow)
             return []  # the next sample has them
         profiles = {rank: each.wait() for rank, each in self._profiles.items()}
@@ -237,9 +248,17 @@ class Slowness:
         compared = self._judgement.ranks if self._judgement is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
-        slow = slow._replace(since_ns=slow_since(slow.ranks, self._paces))
+        slow = with_since(slow, self._paces)
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
+
+    def _tell_period(self, slow: SlowRanks, pause: PeriodicPause) -> list[Verdict | Line]:
+        if self._has_period:
+            return []
+        self._has_period = True
+        from commlens.reports.step_table import period_words  # not loaded at rest
+
+        return [Line(period_words(pause, slow.ranks), of_this_node=True)]
 
     def _begin_profiles(self, ranks: Sequence[Member], slow: SlowRanks) -> None:
         """Profile a slow rank and another one, and observe all."""
@@ -270,6 +289,8 @@ class Slowness:
             self._awaited += bool(self._condensed) and self._has_other_nodes
             if 0 < self._awaited <= _AWAITED:
                 return self._slow  # nobody has judged yet
+            if self._has_other_nodes and newest and newest[0].by_rounds:
+                return None  # the other nodes do not publish the pace of their rounds
             return find_slow_ranks(newest, self._slow)
         self._awaited = 0
         slow = self._judgement.slow

@@ -15,7 +15,7 @@ from paced_samples import found, late, samples
 from commlens.diagnosis.examine import straggler_verdict
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.verdict import Verdict
-from commlens.speed.pace import PaceMeter, find_slow_ranks, recent, slow_since
+from commlens.speed.pace import PaceMeter, find_slow_ranks, recent, with_since
 
 
 def test_a_slow_rank_that_is_alone_on_its_node() -> None:
@@ -88,7 +88,7 @@ def followed(fault: Fault, profiles: dict[int, Counter[Stack]], **shape: Any) ->
         paces += meter.measure(logs, 2, 5.0)
     slow = find_slow_ranks(recent(paces))
     assert slow is not None
-    return straggler_verdict(slow._replace(since_ns=slow_since(slow.ranks, paces)), logs, profiles)
+    return straggler_verdict(with_since(slow, paces), logs, profiles)
 
 
 LOAD, WAIT = (Frame(SCRIPT, 7, "load_batch"),), (Frame(SCRIPT, 30, "main"),)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
-from builders import START, S
-from device_jobs import DeviceJob, Fault
+from collections import Counter
 
+import pytest
+from builders import SCRIPT, START, S
+from device_jobs import DeviceJob, Fault, PipelineJob
+
+from commlens.diagnosis.causes.straggler import find_straggler
+from commlens.model.collective import Frame, Stack
 from commlens.model.ranklog import RankLog
 from commlens.speed.device_times import (
     are_timed,
     find_slow_link,
+    is_message,
     payload_by_place,
     timed_collectives,
     timed_until,
     usual_transfers,
     waited_ns,
 )
-from commlens.speed.pace import Pace, PaceMeter, SlowRanks, find_slow_ranks, recent, slow_since
+from commlens.speed.pace import Pace, PaceMeter, SlowRanks, find_slow_ranks, recent, with_since
 
 
 def seen(job: DeviceJob, until_s: float) -> list[RankLog]:
@@ -82,7 +87,7 @@ def test_the_slow_rank_is_named_and_since_when(kind: str, tp: int, syncs: bool) 
     paces, slow = followed(job, 70.0)
     assert slow is not None and slow.ranks == [5]
     assert slow.cost == pytest.approx(0.2, abs=0.08)
-    assert slow_since(slow.ranks, paces) / S - START / S == pytest.approx(20.0, abs=8.0)
+    assert with_since(slow, paces).since_ns / S - START / S == pytest.approx(20.0, abs=8.0)
 
 
 def test_a_difference_of_a_tenth_is_named_on_a_device() -> None:
@@ -135,3 +140,41 @@ def test_the_work_of_a_line_is_counted() -> None:
     ratios = {place[0]: more[place] / usual[place] for place in usual}
     assert ratios["all_to_all"] == pytest.approx(1.5, abs=0.02)
     assert ratios["all_reduce"] == pytest.approx(1.0, abs=0.02)
+
+
+LOAD, WAIT = (Frame(SCRIPT, 7, "load_batch"),), (Frame(SCRIPT, 30, "main"),)
+ALIKE: dict[int, Counter[Stack]] = {rank: Counter({LOAD: 4, WAIT: 996}) for rank in range(8)}
+PIPELINES = [
+    (Fault("device", 2, 1.6, 20.0), True, [2], "slow-device"),
+    (Fault("stage", 2, 1.6), False, [2, 3], "uneven-work"),
+    (Fault("stage", 7, 1.6, 20.0), True, [6, 7], "slow-device"),
+    (Fault("link", 2, 1.5, 20.0), False, [], ""),
+    (None, True, [], ""),
+]
+
+
+@pytest.mark.parametrize(("fault", "batched", "ranks", "why"), PIPELINES)
+def test_stages_of_a_pipeline(
+    fault: Fault | None, batched: bool, ranks: list[int], why: str
+) -> None:
+    """A stage that others wait for is named, and no neighbour."""
+    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.2)
+    meter, paces, found = PaceMeter(START), [], []
+    for _, logs in job.looks(80.0):
+        paces += meter.measure(logs, 2, 5.0)
+        slow = find_slow_ranks(recent(paces))
+        if slow is not None:
+            cause = find_straggler(with_since(slow, paces), logs, ALIKE, range(8)).cause
+            found.append((cause.culprits, cause.why))
+    assert {tuple(culprits) for culprits, _ in found} == ({tuple(ranks)} if ranks else set())
+    assert {reason for _, reason in found} <= {why}
+
+
+def test_messages_without_durations_are_no_evidence() -> None:
+    logs = seen(PipelineJob(4, pp=2, microbatches=4, step_s=0.2), 20.0)
+    ops = [op for op in logs[0].collectives if op.announced_ns < timed_until(logs[0])]
+    assert are_timed(ops)
+    for op in ops:
+        if is_message(op):
+            op.duration_ns = None
+    assert not are_timed(ops)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from builders import DISPATCHER, SCRIPT, START, S
@@ -28,7 +29,7 @@ from commlens.model.collective import (
 )
 from commlens.model.ranklog import Observation, RankLog
 
-LINES = {"load": 12, "tp": 20, "experts": 24, "dp": 30}
+LINES = {"load": 12, "tp": 20, "experts": 24, "dp": 30, "pp": 40, "norm": 44}
 LOOK_S = 5.0
 RING = 2000  # records of a box, and entries of torch's recorder
 
@@ -37,7 +38,7 @@ RING = 2000  # records of a box, and entries of torch's recorder
 class Fault:
     """What makes a job slow.
 
-    kind: "device": a rank's kernels take ``factor`` times as long; "host": a rank's host needs
+    kind: "device": a rank's kernels take ``factor`` times as long; "stage": those of its pipeline stage; "host": a rank's host needs
     ``factor - 1`` of a step more to load a batch; "link": transfers of a rank's tp group take as
     much longer as makes the step ``factor`` times as long; "work": a rank has ``factor`` times as
     many tokens, and its kernels take as much longer.
@@ -91,7 +92,8 @@ class DeviceJob:
             for rank in range(self.ranks)
         ]
         self._untimed: list[list[tuple[float, Collective, int]]] = [[] for _ in self.logs]
-        self._read_s = self._random.uniform(0, self.reading_s, self.ranks)
+        # torch's recorder is read at moments that all ranks of a host share
+        self._read_s = np.full(self.ranks, self._random.uniform(0, self.reading_s))
         self.step = 0
 
     # --- what happens
@@ -101,9 +103,22 @@ class DeviceJob:
 
     def _compute(self, seconds: float, now_s: float) -> np.ndarray:
         times = self._varied(seconds)
-        if self._is_on(now_s) and self.fault is not None and self.fault.kind in ("device", "work"):
-            times[self.fault.rank] *= self.fault.factor
+        fault = self.fault
+        if fault is not None and self._is_on(now_s):
+            slow = {
+                "device": [fault.rank],
+                "work": [fault.rank],
+                "stage": self.ranks_like(fault.rank),
+            }
+            times[slow.get(fault.kind, [])] *= fault.factor
         return times
+
+    def _kind_of_links(self) -> str:
+        return "tp" if self.tp > 1 else "dp"
+
+    def ranks_like(self, rank: int) -> list[int]:
+        """The ranks that do the same work."""
+        return [*range(self.ranks)]
 
     def _is_on(self, now_s: float) -> bool:
         return self.fault is not None and now_s >= self.fault.begins_s
@@ -160,7 +175,7 @@ class DeviceJob:
                 fault is not None
                 and fault.kind == "link"
                 and self._is_on(now)
-                and kind == ("tp" if self.tp > 1 else "dp")
+                and kind == self._kind_of_links()
                 and fault.rank in members
             ):
                 takes += (fault.factor - 1) * self.step_s / (4 if kind == "tp" else 1)
@@ -170,10 +185,18 @@ class DeviceJob:
         return ended
 
     def _record(
-        self, kind: str, rank: int, issued: float, took: float, ended: float, numel: int
+        self,
+        kind: str,
+        rank: int,
+        issued: float,
+        took: float,
+        ended: float,
+        numel: int,
+        op: str = "all_reduce",
+        **more: Any,
     ) -> None:
         self._numbers[kind, rank] += 1
-        fault, op = self.fault, "all_to_all" if kind == "experts" else "all_reduce"
+        fault, op = self.fault, "all_to_all" if kind == "experts" else op
         if fault is not None and fault.kind == "work" and fault.rank == rank and kind == "experts":
             numel = int(numel * (fault.factor if self._is_on(issued) else 1.0))
         spec = TensorSpec((numel,), "float32", "cuda")
@@ -187,9 +210,11 @@ class DeviceJob:
             step=self.step,
             stack=(Frame(SCRIPT, LINES[kind], "train"),),
             returned_ns=START + int(issued * S) + 1000,
+            **more,
         )
         self.logs[rank].collectives.append(made)
-        self._untimed[rank].append((ended, made, int(took * S)))
+        if ended < float("inf"):
+            self._untimed[rank].append((ended, made, int(took * S)))
 
     # --- what is known of it
 
@@ -205,3 +230,116 @@ class DeviceJob:
             log.captured_ns, log.steps = START + int(now * S), self.step
             log.observation = Observation(seen_ns=log.captured_ns)
         return self.logs
+
+
+@dataclass
+class PipelineJob(DeviceJob):
+    """A job of ``pp`` stages with one forward and one backward pass in turn (1F1B); each stage has
+    as many ranks, which reduce their gradients at the end of a step.
+    """
+
+    pp: int = 4
+    microbatches: int = 8
+    batched: bool = True  # messages are sent by batch_isend_irecv
+    norm: bool = True  # all ranks reduce the norm of the gradients, too
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        size = self.ranks // self.pp
+        world = ProcessGroup("0", tuple(range(self.ranks)), "default_pg", "nccl", incarnation=1)
+        self._groups = {
+            "dp": [
+                ProcessGroup(str(100 + at), tuple(range(at * size, (at + 1) * size)), "dp", "nccl")
+                for at in range(self.pp)
+            ],
+            "pp": [
+                ProcessGroup(str(1 + at), tuple(range(at, self.ranks, size)), "pp", "nccl")
+                for at in range(size)
+            ],
+            "norm": [world],
+        }
+        self._channels = {
+            (kind, rank): Channel(group, "cuda", runs_ahead=True)
+            for kind, groups in self._groups.items()
+            for group in groups
+            for rank in group.ranks
+        }
+        self._numbers = dict.fromkeys(self._channels, 0)
+
+    def _kind_of_links(self) -> str:
+        return "pp"
+
+    def ranks_like(self, rank: int) -> list[int]:
+        size = self.ranks // self.pp
+        return [*range(rank // size * size, (rank // size + 1) * size)]
+
+    def _order(self, stage: int) -> list[tuple[str, int]]:
+        """The passes of a stage in their order."""
+        warm_up, number = min(self.pp - 1 - stage, self.microbatches), self.microbatches
+        order = [("F", each) for each in range(warm_up)]
+        for each in range(number - warm_up):
+            order += [("F", warm_up + each), ("B", each)]
+        return order + [("B", each) for each in range(number - warm_up, number)]
+
+    def _run_step(self, host: np.ndarray, device: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        now, size = float(host.min()), self.ranks // self.pp
+        host = host + self._varied(self.load_s)
+        if self._is_on(now) and self.fault is not None and self.fault.kind == "host":
+            host[self.fault.rank] += (self.fault.factor - 1) * self.step_s
+        device, part = np.maximum(host, device), 0.8 * self.step_s / self.microbatches / 3
+        issued: list[tuple[int, float, str, int, float, float]] = []
+        calls = np.zeros(self.ranks)
+        for replica in range(size):
+            left = {stage: self._order(stage) for stage in range(self.pp)}
+            sent: dict[tuple[str, int, int], float] = {}  # when a pass of a stage was over
+            while any(left.values()):
+                for stage, order in left.items():
+                    before = stage - 1 if order and order[0][0] == "F" else stage + 1
+                    if not order or (
+                        0 <= before < self.pp and (order[0][0], order[0][1], before) not in sent
+                    ):
+                        continue
+                    kind, number = order.pop(0)
+                    rank, peer = stage * size + replica, before * size + replica
+                    if 0 <= before < self.pp:
+                        ready = sent[kind, number, before]
+                        end = max(ready, device[rank]) + self._transfer_s(rank, peer, now)
+                        for one, other, began, op in (
+                            (rank, peer, device[rank], "recv"),
+                            (peer, rank, ready, "send"),
+                        ):
+                            calls[one] += 1
+                            moment = host[one] + 2e-5 * calls[one]
+                            issued.append((one, moment, op, other, end - began, end))
+                        device[rank] = end
+                    device[rank] += self._compute(part * (1 if kind == "F" else 2), now)[rank]
+                    sent[kind, number, stage] = device[rank]
+        for rank, moment, op, peer, took, ended in sorted(issued):
+            self._message(rank, moment, op, peer, took, ended)
+        host = host + 2e-5 * (calls + 1)
+        device = self._collective("dp", host, device, 0.06 * self.step_s, 1 << 20, now)
+        if self.norm:
+            device = self._collective("norm", host, device, 0.001 * self.step_s, 1, now)
+        return host, device
+
+    def _transfer_s(self, rank: int, peer: int, now: float) -> float:
+        takes, fault = 0.03 * self.step_s / self.microbatches, self.fault
+        if fault is not None and fault.kind == "link" and self._is_on(now):
+            first = min(fault.rank, self.ranks - 1 - self.ranks // self.pp)
+            if {rank, peer} == {first, first + self.ranks // self.pp}:
+                takes += (fault.factor - 1) * self.step_s / self.microbatches
+        return takes * max(0.5, self._random.normal(1, self.jitter))
+
+    def _message(
+        self, rank: int, issued: float, op: str, peer: int, took: float, ended: float
+    ) -> None:
+        if not self.batched:
+            self._record("pp", rank, issued, took, ended, 1 << 16, op, peer=peer)
+            return
+        batch = self._numbers["pp", rank] + 1
+        self._record(
+            "pp", rank, issued, 0.0, float("inf"), 1 << 16, op, peer=peer, coalescing_id=batch
+        )
+        self._record("pp", rank, issued, took, ended, 1 << 16, "coalesced", coalescing_id=batch)
+        closing = self.logs[rank].collectives[-1]
+        closing.sequence_number, closing.coalesced_members = 0, 1

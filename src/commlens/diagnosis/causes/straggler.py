@@ -28,7 +28,7 @@ from commlens.model.cause import Slow as SlowCause
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
-from commlens.model.spans import Span
+from commlens.model.spans import Span, length
 from commlens.speed.device_times import find_slow_link, payload_by_place
 from commlens.speed.pace import MIN_COST, SlowRanks, find_waits, timed_span
 
@@ -93,6 +93,9 @@ def find_straggler(
         hot_line=hot_line,
         stretch=stretch,
         since_ns=slow.since_ns,
+        since_step=slow.since_step,
+        slower=round(slow.slower, 2) or None,
+        by_rounds=slow.by_rounds,
         transfer=of_device.transfer,
         work_ratio=of_device.work_ratio,
     )
@@ -133,7 +136,30 @@ def _what_slows_devices(slow: SlowRanks, logs: Sequence[RankLog], host_share: fl
             return _OnDevice(
                 "slow-link", SlowTransfer(ref, link.kind.op, round(link.ratio, 2), extra_s)
             )
+    if not slow.since_ns and _are_stage(slow.ranks, logs):
+        return _OnDevice("uneven-work")
     return _OnDevice("slow-device" if host_share < _OF_COST * slow.cost else None)
+
+
+def _are_stage(ranks: Sequence[int], logs: Sequence[RankLog]) -> bool:
+    """Return whether ranks are a whole stage of pipelines, so that no other rank does their work:
+    all ranks that share a group with one of them, and no pipeline, are among them.
+    """
+    pipelines: dict[int, frozenset[int]] = {}
+    for log in logs:
+        peers = {op.peer for op in log.collectives if op.channel.runs_ahead and op.peer is not None}
+        for peer in peers:
+            whole = frozenset({log.rank, peer}).union(
+                *(pipelines.get(rank, ()) for rank in (log.rank, peer))
+            )
+            pipelines.update(dict.fromkeys(whole, whole))
+    groups = {op.channel.key[2] for log in logs for op in log.collectives}
+    alike = [
+        group
+        for group in groups
+        if len({pipelines.get(rank) for rank in group}) == len(group) and {*group} & {*ranks}
+    ]
+    return {*ranks} <= pipelines.keys() and all({*group} <= {*ranks} for group in alike)
 
 
 def _work_ratio(ranks: Sequence[int], logs: Sequence[RankLog], window: Span) -> float:
@@ -196,16 +222,21 @@ def _find_stretch(
     """
     spent, examples = _time_between_collectives(logs, slow.ranks)
     others = [own for rank, own in spent.items() if rank not in slow.ranks]
-    steps = [
-        log.collectives[-1].step - log.collectives[0].step
+    ends = [
+        (log.collectives[0], log.collectives[-1])
         for log in logs
         if log.rank in slow.ranks and log.collectives
+    ]
+    steps = [
+        last.step - first.step
+        or length([(first.announced_ns, last.announced_ns)]) * _NS / slow.step_s
+        for first, last in ends
     ]
     if not (examples and others and steps):
         return None, None
     ours = [own for rank, own in spent.items() if rank in slow.ranks]
-    extra = {ends: _median(ours, ends) - _median(others, ends) for ends in examples}
-    worst = max(extra, key=lambda ends: extra[ends])
+    extra = {each: _median(ours, each) - _median(others, each) for each in examples}
+    worst = max(extra, key=lambda each: extra[each])
     extra_s = extra[worst] / max(1, *steps)
     if extra_s <= slow.cost * slow.step_s / 4:
         return None, None

@@ -19,7 +19,7 @@ from commlens.model.collective import Collective, State
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import UNREMARKABLE, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.speed.step_times import first_moments
+from commlens.speed.rhythm import first_moments
 from commlens.text import (
     count,
     duration,

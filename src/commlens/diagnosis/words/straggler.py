@@ -24,6 +24,7 @@ from commlens.text import (
 )
 
 _S: Final = 1e9  # ns
+_SLOWER: Final = 1.02  # what is less is not worth saying
 _PHASES: Mapping[Phase, str] = {
     "before-the-backward": "after an optimizer step: in data loading or the forward pass",
     "optimizer": "in the optimizer step",
@@ -77,11 +78,23 @@ def _evidence(case: StragglerCase) -> list[str]:
         f"{ranks_and_verb(cause.victims, 'waits', 'wait')}"
         f" {duration(cause.cost * cause.step_s * _S)} longer than {who}"
     )
-    since = f" since {utc(cause.since_ns)}" if cause.since_ns else ""
+    step = "round" if cause.by_rounds else "step"
+    is_slower = cause.slower is not None and cause.slower > _SLOWER
+    since = f" since {utc(cause.since_ns)}" if cause.since_ns and not is_slower else ""
     evidence = [
-        f"In each step of {duration(cause.step_s * _S)}, {they_wait}"
-        f" ({count(cause.steps, 'step')} seen{since})"
+        f"In each {step} of {duration(cause.step_s * _S)}, {they_wait}"
+        f" ({count(cause.steps, step)} seen{since})"
     ]
+    if cause.by_rounds:
+        evidence.append(
+            "no rank counts optimizer steps: a round is what repeats itself in the collectives"
+        )
+    if is_slower:
+        at = f" (about step {cause.since_step:,})" if cause.since_step else ""
+        evidence.append(
+            f"since {utc(cause.since_ns)}{at}, a {step} takes {cause.slower:.2f} times as long as"
+            " before"
+        )
     if (hot := cause.hot_line) is not None:
         line = frame_phrase(user_frame(case.hot_stack))
         less = f", {rank_phrase(hot.other)} {hot.share_other:.0%}" if hot.other is not None else ""
@@ -110,6 +123,11 @@ def _evidence_on_devices(cause: Straggler, who: str) -> Iterator[str]:
         yield (
             f"{who} contributes {cause.work_ratio:.1f} times as many elements to the same"
             " collectives as each of the others: it has more work, and no fault shows"
+        )
+    if cause.why == "uneven-work" and cause.work_ratio is None:
+        yield (
+            f"no other rank does the work of this stage of the pipeline: {who} may have more of it"
+            " than the other stages, and no fault shows"
         )
     if cause.why == "slow-device":
         yield (
