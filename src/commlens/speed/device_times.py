@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import inf
 from statistics import median
@@ -93,22 +93,14 @@ def timed_collectives(logs: Iterable[RankLog], window: Span) -> list[TimedCollec
     """Return the collectives on devices that all their members in the logs issued in a window (Unix
     ns), and the messages that they received, as far as their durations are known.
     """
-    begin, end = window
     by_number: dict[tuple[ChannelKey, int], dict[int, Collective]] = defaultdict(dict)
     messages: list[tuple[int, Collective]] = []
     here: set[int] = set()
     for log in logs:
         here.add(log.rank)
-        receives = 0  # the batch of the newest receive
-        for op in log.collectives:
-            if op.op == "recv":
-                receives = op.coalescing_id
-            if op.duration_ns is None or not begin <= op.announced_ns < end or not is_on_device(op):
-                continue
+        for op in _waits_on_device(log, window):
             if is_message(op):
-                # While a send waits for its receiver, its rank goes on.
-                if op.op == "recv" or op.coalescing_id == receives > 0:
-                    messages.append((log.rank, op))
+                messages.append((log.rank, op))
             else:
                 by_number[op.channel.key, op.sequence_number][log.rank] = op
     whole = {key: here.issuperset(key[2]) for key, _ in by_number}
@@ -123,6 +115,21 @@ def timed_collectives(logs: Iterable[RankLog], window: Span) -> list[TimedCollec
             waited = {rank: duration - transfer for rank, duration in durations.items()}
             found.append(TimedCollective(key, op, waited, transfer))
     return found
+
+
+def _waits_on_device(log: RankLog, window: Span) -> Iterator[Collective]:
+    """Yield the collectives and receives that a rank issued in a window and that took a known time
+    on its device. While a send waits for its receiver, the rank goes on.
+    """
+    begin, end = window
+    receives = 0  # the batch of the newest receive
+    for op in log.collectives:
+        if op.op == "recv":
+            receives = op.coalescing_id
+        if op.duration_ns is None or not begin <= op.announced_ns < end or not is_on_device(op):
+            continue
+        if not is_message(op) or op.op == "recv" or op.coalescing_id == receives > 0:
+            yield op
 
 
 def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCollective]:

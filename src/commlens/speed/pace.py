@@ -60,6 +60,7 @@ class Pace(NamedTuple):
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
     begin_ns: int = 0  # Unix
     min_cost: float = MIN_COST  # share of the time: nobody who costs less is named
+    max_cost: float = 1.0  # nor who costs more
     step: int = 0  # in which it begins
     # the steps are rounds of collectives, because no rank counts those of an optimizer
     by_rounds: bool = False
@@ -76,7 +77,7 @@ class SlowRanks(NamedTuple):
     no_cpu_others: float
     since_ns: int = 0  # Unix; 0: they were slow in all samples
     since_step: int = 0
-    slower: float = 0.0  # how many times as long a step takes since then; 0: not known
+    slower: float | None = None  # how many times as long a step takes since then
     by_rounds: bool = False  # the steps are rounds of collectives
 
 
@@ -171,6 +172,7 @@ def _pace_of(
         min_cost=MIN_COST_ON_DEVICE if is_exact else MIN_COST,
         step=max(ops[0].step for ops in inside.values()),
         by_rounds=bool(rounds),
+        max_cost=_MAX_COST_OF_ROUNDS if rounds else 1.0,
     )
 
 
@@ -332,8 +334,7 @@ def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) ->
     waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
     ranks, cost_s = _low_side(waited)
     min_cost = part * max(pace.min_cost for pace in paces)
-    by_rounds = paces[0].by_rounds
-    if cost_s < min_cost * window_s or (by_rounds and cost_s > _MAX_COST_OF_ROUNDS * window_s):
+    if not min_cost * window_s <= cost_s <= paces[0].max_cost * window_s:
         return None
     others = set(waited) - set(ranks)
     agreeing = [pace for pace in paces if _makes_wait(pace, ranks, min_cost)]
@@ -347,7 +348,7 @@ def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) ->
         step_s,
         _without_cpu(paces, ranks),
         _without_cpu(paces, others),
-        by_rounds=by_rounds,
+        by_rounds=paces[0].by_rounds,
     )
 
 
@@ -365,7 +366,9 @@ def with_since(slow: SlowRanks, paces: Sequence[Pace]) -> SlowRanks:
         median(pace.step_s for pace in part) for part in (paces[:first], paces[first:])
     )
     return slow._replace(
-        since_ns=paces[first].begin_ns, since_step=paces[first].step, slower=after / before
+        since_ns=paces[first].begin_ns,
+        since_step=paces[first].step,
+        slower=round(after / before, 2),
     )
 
 

@@ -35,7 +35,6 @@ from commlens.speed.pace import (
     with_cpu,
     with_since,
 )
-from commlens.speed.rhythm import PeriodicPause
 from commlens.text import count, duration, group_phrase, ranks_and_verb, utc
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.exchange import Nodes
@@ -159,12 +158,7 @@ class Slowness:
             return []
         if self._observer is not None:
             sample(ranks, self._observer)
-        seen = [member.status for member in ranks if member.status is not None]
-        if len(seen) < len(ranks):
-            return []
-        steps = min(status.steps for status in seen)
-        if not any(status.steps for status in seen):  # perhaps its collectives show rounds
-            steps = min(status.issued for status in seen)
+        steps = _progress(ranks)
         # a sample spans at least one step, not the start of the job
         if not self._steps:
             self._sampled_ns = time.monotonic_ns()
@@ -231,11 +225,7 @@ class Slowness:
         if before is not None and before.culprits == slow.ranks:
             return []
         if self._observer is None:
-            whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
-            if (pause := find_periodic_waits(slow, whole)) is not None:
-                return self._tell_period(slow, pause)
-            self._begin_profiles(ranks, slow)
-            return []  # the next sample has them
+            return self._look_closer(ranks, slow)
         profiles = {rank: each.wait() for rank, each in self._profiles.items()}
         taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
         if len(taken) < len(profiles):
@@ -252,7 +242,15 @@ class Slowness:
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
 
-    def _tell_period(self, slow: SlowRanks, pause: PeriodicPause) -> list[Verdict | Line]:
+    def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
+        """Tell, once, that ranks make the others wait periodically; if they do not, begin to
+        profile one, which the next sample has.
+        """
+        whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
+        pause = find_periodic_waits(slow, whole)
+        if pause is None:
+            self._begin_profiles(ranks, slow)
+            return []
         if self._has_period:
             return []
         self._has_period = True
@@ -335,6 +333,17 @@ class Slowness:
                 of_this_node=True,
             )
         ]
+
+
+def _progress(ranks: Sequence[Member]) -> int:
+    """Return how many steps all ranks have completed, at least; if no rank counts steps, how many
+    collectives: perhaps they show rounds. 0 if it is unknown.
+    """
+    seen = [member.status for member in ranks if member.status is not None]
+    counts = [status.steps for status in seen]
+    if not any(counts):
+        counts = [status.issued for status in seen]
+    return min(counts) if len(counts) == len(ranks) else 0
 
 
 def profile_seconds(cost: float) -> int:

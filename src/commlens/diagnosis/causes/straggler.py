@@ -94,7 +94,7 @@ def find_straggler(
         stretch=stretch,
         since_ns=slow.since_ns,
         since_step=slow.since_step,
-        slower=round(slow.slower, 2) or None,
+        slower=slow.slower,
         by_rounds=slow.by_rounds,
         transfer=of_device.transfer,
         work_ratio=of_device.work_ratio,
