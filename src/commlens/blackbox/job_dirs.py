@@ -123,6 +123,17 @@ def box_pid(path: Path) -> int:
     return int(match[2]) if match else 0
 
 
+def events_file(folder: Path, pid: int) -> Path:
+    """Return the file in which a process's plugin for NCCL notes what NCCL told it."""
+    return folder / f"nccl.{pid}"
+
+
+def remove_box(box: Path) -> None:
+    """Delete a box, and the file of its process's plugin for NCCL."""
+    for path in (box, events_file(box.parent, box_pid(box))):
+        path.unlink(missing_ok=True)
+
+
 def box_rank(path: Path) -> int:
     """Return the rank in a box's file name; -1 for any other name."""
     match = _BOX_NAME.fullmatch(path.name)

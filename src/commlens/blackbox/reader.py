@@ -10,6 +10,7 @@ records 2.2 MB.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -18,11 +19,13 @@ from pathlib import Path
 from commlens.blackbox import layout as L
 from commlens.blackbox.copy import Parts, read_parts
 from commlens.blackbox.header import SIZE_MAX, BoxStatus, Identity, read_identity, read_live
+from commlens.blackbox.nccl_events import read_beside
 from commlens.blackbox.packed import is_packed, pack, unpack
 from commlens.blackbox.rank_log import BoxReader
 from commlens.errors import FormatError
 from commlens.model.collective import FrameKind, Stack
 from commlens.model.frames import frame_kind, kind_prefixes
+from commlens.model.nccl import NcclRecord
 from commlens.model.ranklog import RankLog
 
 __all__ = [
@@ -79,15 +82,16 @@ def read_copy(
     """
     newest: int | None = None
     problems: list[str] = []
+    nccl: NcclRecord | None = None
     if is_packed(content):
-        parts, newest, problems = unpack(content, name)
+        parts, newest, problems, nccl = unpack(content, name)
     else:
         parts = read_parts(
             lambda offset, length: content[offset : offset + length], len(content), name, live=False
         )
     reader = BoxReader(parts, name, captured_ns)
     log = reader.log(newest)
-    log.problems = [*problems, *log.problems]
+    log.problems, log.nccl = [*problems, *log.problems], nccl
     return reader.status, log
 
 
@@ -139,7 +143,13 @@ class OpenBox:
 
     def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
         """Read the whole box, or only its ``newest`` records, which is much cheaper."""
-        return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
+        reader = BoxReader(self._parts(newest), self.name, captured_ns)
+        log = reader.log(newest)
+        try:
+            log.nccl = self._nccl(reader)
+        except FormatError as error:
+            log.problems = [*log.problems, str(error).removesuffix(".")]
+        return log
 
     def stacks(self, positions: Iterable[int]) -> dict[int, Stack | None]:
         """Return the stacks at these positions of the side table; None for those overwritten."""
@@ -150,7 +160,15 @@ class OpenBox:
         """Return a packed copy for a dump, of the whole box or only its ``newest`` records. Torn
         records are read again.
         """
-        return pack(self._parts(newest), newest)
+        parts = self._parts(newest)
+        with contextlib.suppress(FormatError):
+            return pack(parts, newest, self._nccl(BoxReader(parts, self.name, None)))
+        return pack(parts, newest)
+
+    def _nccl(self, reader: BoxReader) -> NcclRecord | None:
+        """Return what NCCL told the process by now, if its plugin is on."""
+        identity = self.identity
+        return read_beside(self.path, identity.pid, identity.start_ticks, reader.unix_offset)
 
     def classifier(self) -> Callable[[str], FrameKind]:
         """Return a function from a source file to the owner of its code, by the process's folders.

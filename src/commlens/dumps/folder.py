@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.blackbox import job_dirs, rank_claims
+from commlens.blackbox import job_dirs, nccl_events, rank_claims
 from commlens.blackbox.reader import reason
 from commlens.boards import board, refusal_log
 from commlens.dumps.detect import (
@@ -33,7 +33,7 @@ from commlens.errors import DumpError
 
 OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _WHATEVER_IT_HOLDS: Final = re.compile(
-    re.escape(refusal_log.NAME) + r"|\.(rank-?\d+\.\d+\.(newest\.)?box"
+    re.escape(refusal_log.NAME) + r"|\.nccl\.\d+\.new|\.(rank-?\d+\.\d+\.(newest\.)?box"
     r"|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json"
     r"|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
 )
@@ -47,6 +47,7 @@ _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
 _BEGINNINGS: Final = (
     (_BOARD_NAME, board.MAGIC.to_bytes(8, "little")),
     (rank_claims.NAME, b""),
+    (re.compile(r"nccl\.\d+"), nccl_events.MAGIC),
     (re.compile(r"hazard\.[0-9a-f]{8}|\.lock|\.watcher(-2)?"), b""),
     (re.compile(re.escape(job_dirs.TOLD) + ".*"), b"rank "),
     (re.compile(re.escape(job_dirs.NUMBERS) + ".*"), job_dirs.NUMBERS_HEAD),

@@ -11,6 +11,7 @@ import msgspec
 from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
 from commlens.model.hazard import Hazard
 from commlens.model.health import NodeHealth, RankPlace
+from commlens.model.nccl import NcclRecord
 from commlens.model.refusal import Refusal
 from commlens.model.worlds import ONE_WORLD, Worlds
 
@@ -255,6 +256,8 @@ class RankLog(msgspec.Struct):
     place: RankPlace | None = None
     # the hardware of its node; only one log of a node has it
     health: NodeHealth | None = None
+    # what NCCL told the process itself; None: its plugin is off, or NCCL was not used
+    nccl: NcclRecord | None = None
     # of a process that shares a group made by hand: ranks in the log are numbers of these processes
     worlds: Worlds = ONE_WORLD
 

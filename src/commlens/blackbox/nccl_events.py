@@ -1,0 +1,375 @@
+"""Read the file in which the plugin for NCCL (``native/_nccl_profiler.c``) notes what NCCL told it.
+
+The writer takes no lock and may be killed between any two instructions, and the file may come from
+anywhere: everything is checked, in bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from commlens.blackbox.job_dirs import events_file
+from commlens.errors import FormatError
+from commlens.model.nccl import NcclCommunicator, NcclOp, NcclRecord, NcclTransfer, TransferState
+from commlens.text import printable
+
+MAGIC: Final = b"CLNSNCCL"
+FORMAT: Final = 1
+
+_HEADER: Final = struct.Struct("<8s2I8IQ2I3Q2I40s256s7Q")
+_COMM: Final = struct.Struct("<2Q3iI10Q96s48x")
+_OP: Final = struct.Struct("<2Q16s16sQ2i2Q4I8Q")
+_TRANSFER: Final = struct.Struct("<Q4I2i2I7Q")
+_HEADER_SIZE: Final = 4096
+SIZE_MAX: Final = 16 << 20
+_TABLE_MAX: Final = 1 << 16
+_OTHER_NCCL: Final = 2
+_KERNEL_CH: Final = 1 << 6
+_PROXY_STEP: Final = 1 << 4
+_GENERATION: Final = 0xFFFFFF
+_CAPTURED, _WITH_KERNELS, _MESSAGE = 8, 16, 32
+_INT_MAX: Final = (1 << 63) - 1
+_STATES: Final[Mapping[int, TransferState]] = {
+    8: "waits-for-own-gpu",
+    9: "in-network",
+    10: "waits-for-data",
+    11: "flushes",
+    12: "waits-for-own-gpu",
+    20: "waits-for-peer",
+}
+"""NCCL's numbers of the states of a step."""
+
+
+class _Comm(NamedTuple):
+    seq: int
+    hash: int
+    size: int
+    rank: int
+    nodes: int
+    api: int
+    made_ns: int
+    closed_ns: int
+    collectives: int
+    messages: int
+    finished_collectives: int
+    finished_messages: int
+    next_collective: int
+    next_message: int
+    last_ns: int
+    nccl_version: int
+    name: bytes
+
+
+class _Op(NamedTuple):
+    seq: int
+    number: int
+    func: bytes
+    datatype: bytes
+    elements: int
+    root: int
+    peer: int
+    state: int
+    nccl_number: int
+    comm: int
+    comm_generation: int
+    thread: int
+    spare: int
+    called_ns: int
+    returned_ns: int
+    launched_ns: int
+    started_ns: int
+    stopped_ns: int
+    device_started_ns: int
+    device_stopped_ns: int
+    replays: int
+
+
+class _Transfer(NamedTuple):
+    seq: int
+    op: int
+    op_generation: int
+    comm: int
+    comm_generation: int
+    peer: int
+    steps: int
+    channel: int
+    is_send: int
+    done: int
+    states: int
+    begun_ns: int
+    moved_ns: int
+    ended_ns: int
+    posted: int
+    replay: int
+
+
+class _Head(NamedTuple):
+    """The header, checked."""
+
+    comms: int
+    ops: int
+    transfers: int
+    pid: int
+    mask: int
+    start_ticks: int
+    unix_offset: int
+    is_other_nccl: bool
+    nccl_version: int
+    library: str
+    lost: int
+    for_others: int
+
+
+def read_beside(box: Path, pid: int, start_ticks: int, unix_offset: int) -> NcclRecord | None:
+    """Return what NCCL told the process of a black box; None if it keeps no such file.
+
+    Args:
+        box: its path.
+        pid: of the process.
+        start_ticks: of the process.
+        unix_offset: from CLOCK_MONOTONIC to Unix time, in ns, as for the times of the box.
+
+    Raises:
+        FormatError: there is a file that cannot be read.
+    """
+    path = events_file(box.parent, pid)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        content = b""
+        while piece := os.pread(descriptor, SIZE_MAX - len(content), len(content)):
+            content += piece
+    except OSError as error:
+        raise FormatError(f"{path} could not be read: {error.strerror or error}.") from None
+    finally:
+        os.close(descriptor)
+    record = read_events(content, name=str(path), unix_offset=unix_offset)
+    return record if record.start_ticks == start_ticks else None
+
+
+def read_events(
+    content: bytes, *, name: str = "the file of NCCL's events", unix_offset: int | None = None
+) -> NcclRecord:
+    """Read the content of such a file, live or copied. Without an offset to Unix time, that of the
+    file's beginning holds.
+
+    Raises:
+        FormatError: it is no such file, of another version, or damaged.
+    """
+    head = _read_head(content, name)
+    offset = head.unix_offset if unix_offset is None else unix_offset
+    comms_at = _HEADER_SIZE
+    ops_at = comms_at + head.comms * _COMM.size
+    transfers_at = ops_at + head.ops * _OP.size
+
+    def unix(monotonic_ns: int) -> int:
+        moment = monotonic_ns + offset
+        return moment if monotonic_ns and 0 < moment < _INT_MAX else 0
+
+    transfers = _open_transfers(content[transfers_at:], head, unix)
+    ops, torn = _ops_by_comm(content[ops_at:transfers_at], unix, transfers)
+    found = []
+    for index, fields in enumerate(_COMM.iter_unpack(content[comms_at:ops_at])):
+        comm = _Comm._make(fields)
+        if comm.seq and not comm.seq & 1 and 0 <= comm.rank < comm.size:
+            found.append(_communicator(comm, ops[index, comm.seq >> 1 & _GENERATION], unix))
+    return NcclRecord(
+        pid=head.pid,
+        start_ticks=head.start_ticks,
+        level="transfers"
+        if head.mask & _PROXY_STEP
+        else "kernels"
+        if head.mask & _KERNEL_CH
+        else "calls",
+        nccl_version=head.nccl_version,
+        library=head.library,
+        is_other_nccl=head.is_other_nccl,
+        communicators=tuple(sorted(found, key=lambda comm: (comm.made_ns, comm.hash))),
+        lost=head.lost,
+        torn=torn,
+        for_others=head.for_others,
+    )
+
+
+def _read_head(content: bytes, name: str) -> _Head:
+    if len(content) < _HEADER_SIZE or content[:8] != MAGIC:
+        cut = MAGIC.startswith(content[:8]) or content[:8] == MAGIC
+        raise FormatError(
+            f"{name} is cut off within its header: {len(content)} of {_HEADER_SIZE} bytes are left."
+            if content and cut
+            else f"{name} is not a file of NCCL's events."
+        )
+    _, version, size, *rest = _HEADER.unpack_from(content)
+    if version != FORMAT:
+        raise FormatError(
+            f"{name} has NCCL's events in version {version}, but this commlens reads version"
+            f" {FORMAT}: read it with the commlens that wrote it, unless it is damaged."
+        )
+    comms, comm_size, ops, op_size, _, _, transfers, transfer_size, total, pid, mask, ticks = rest[
+        :12
+    ]
+    mono, unix, status, nccl, _, library, *live = rest[12:]
+    sizes = size, comm_size, op_size, transfer_size
+    tables = comms * comm_size + ops * op_size + transfers * transfer_size
+    if (
+        sizes != (_HEADER_SIZE, _COMM.size, _OP.size, _TRANSFER.size)
+        or max(comms, ops, transfers) > _TABLE_MAX
+        or total != _HEADER_SIZE + tables
+        or total > SIZE_MAX
+    ):
+        raise FormatError(
+            f"{name} has a damaged header: its sizes and offsets contradict each other."
+        )
+    if len(content) < total:
+        raise FormatError(f"{name} is cut off: {len(content)} of {total} bytes are left.")
+    lost = min(sum(live[:3]), _INT_MAX)
+    return _Head(
+        comms,
+        ops,
+        transfers,
+        pid,
+        mask,
+        min(ticks, _INT_MAX),
+        unix - mono,
+        status == _OTHER_NCCL,
+        nccl if nccl < 10**6 else 0,
+        _text(library),
+        lost,
+        min(live[3], _INT_MAX),
+    )
+
+
+def _text(padded: bytes) -> str:
+    return printable(padded.partition(b"\0")[0].decode("utf-8", "replace"))
+
+
+def _open_transfers(
+    table: bytes, head: _Head, unix: Callable[[int], int]
+) -> dict[tuple[int, int, int], list[NcclTransfer]]:
+    """Return the transfers that have not ended, by the index, generation and replay of their
+    operation.
+    """
+    found: dict[tuple[int, int, int], list[NcclTransfer]] = defaultdict(list)
+    for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
+        each = _Transfer._make(fields)
+        if each.seq & 1 or not each.seq or each.ended_ns or not 0 <= each.steps < 1 << 30:
+            continue
+        done = min(each.done, each.steps)
+        found[each.op, each.op_generation, each.replay].append(
+            NcclTransfer(
+                each.peer,
+                each.channel & 0xFF,
+                bool(each.is_send),
+                each.steps,
+                done,
+                _STATES.get(_oldest_state(each, done), ""),
+                unix(each.moved_ns),
+            )
+        )
+    return found
+
+
+def _oldest_state(each: _Transfer, done: int) -> int:
+    """Return the state of the oldest step under way; steps end in order. NCCL counts them from 0 or
+    1, by its version, so the first of both places that has a state is meant.
+    """
+    for step in (done, done + 1):
+        if state := each.states >> (step % 8) * 8 & 0xFF:
+            return state
+    return 0
+
+
+def _ops_by_comm(
+    table: bytes,
+    unix: Callable[[int], int],
+    transfers: Mapping[tuple[int, int, int], list[NcclTransfer]],
+) -> tuple[dict[tuple[int, int], list[NcclOp]], int]:
+    """Return the operations by their communicator's index and generation, and how many were being
+    written.
+    """
+    found: dict[tuple[int, int], list[NcclOp]] = defaultdict(list)
+    torn = 0
+    for index, fields in enumerate(_OP.iter_unpack(table)):
+        op = _Op._make(fields)
+        generation = op.seq >> 1 & _GENERATION
+        if not op.seq:
+            continue
+        if op.seq & 1 or op.state >> 40 != generation or not op.number:
+            torn += 1
+            continue
+        replay = op.state >> 32 & 0xFF
+        mine = tuple(transfers.get((index, generation, replay), ()))
+        found[op.comm, op.comm_generation].append(_op(op, unix, mine))
+    return found, torn
+
+
+def _op(op: _Op, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]) -> NcclOp:
+    # a late event of the slot's former operation may have left its time
+    def after_call(moment: int) -> int:
+        return unix(moment) if moment >= op.called_ns else 0
+
+    state = op.state
+    device_ns = op.device_stopped_ns - op.device_started_ns
+    return NcclOp(
+        number=min(op.number, _INT_MAX),
+        func=_text(op.func),
+        datatype=_text(op.datatype),
+        count=min(op.elements, _INT_MAX),
+        root=op.root,
+        peer=op.peer,
+        thread=op.thread,
+        called_ns=unix(op.called_ns),
+        returned_ns=after_call(op.returned_ns),
+        launched_ns=after_call(op.launched_ns),
+        started_ns=after_call(op.started_ns),
+        stopped_ns=after_call(op.stopped_ns),
+        channels=state >> 24 & 0xFF,
+        started_on=state >> 16 & 0xFF,
+        stopped_on=state >> 8 & 0xFF,
+        device_ns=device_ns if op.device_started_ns and 0 < device_ns < 1 << 56 else 0,
+        replays=min(op.replays, _INT_MAX),
+        nccl_number=op.nccl_number - 1 if op.nccl_number < 1 << 62 else -1,
+        captured=bool(state & _CAPTURED),
+        with_kernels=bool(state & _WITH_KERNELS),
+        is_message=bool(state & _MESSAGE),
+        transfers=transfers,
+    )
+
+
+def _communicator(comm: _Comm, ops: list[NcclOp], unix: Callable[[int], int]) -> NcclCommunicator:
+    return NcclCommunicator(
+        hash=f"{comm.hash:x}",
+        name=_text(comm.name),
+        size=comm.size,
+        rank=comm.rank,
+        nodes=comm.nodes,
+        nccl_version=comm.nccl_version if comm.nccl_version < 10**6 else 0,
+        made_ns=unix(comm.made_ns),
+        closed_ns=unix(comm.closed_ns),
+        collectives=min(comm.collectives, _INT_MAX),
+        messages=min(comm.messages, _INT_MAX),
+        finished=min(comm.finished_collectives, _INT_MAX),
+        ops=tuple(sorted(ops, key=lambda op: (not op.captured, op.number))),
+    )
+
+
+def encode_record(record: NcclRecord) -> bytes:
+    """Return what NCCL told as bytes, for a packed black box."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode_record(content: bytes) -> NcclRecord | None:
+    """Return what :func:`encode_record` was given; None if it is damaged."""
+    try:
+        return msgspec.msgpack.decode(content, type=NcclRecord)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
