@@ -68,6 +68,8 @@ NOT_SETTINGS: Final = frozenset(
         "COMMLENS_TEST_TREE_ARITY",
         "COMMLENS_NATIVE_DIR",
         "COMMLENS_BUILD_NATIVE",
+        "COMMLENS_NCCL_EVENTS",
+        "COMMLENS_NCCL_FOLDER",
     }
 )
 """``COMMLENS_*`` variables that are not settings."""
@@ -78,6 +80,8 @@ _OFF: Final = ("0", "false", "no", "off")
 AUTO: Final = "auto"
 NOTHING: Final = "nothing"
 ALL: Final = "all"
+NCCL_LEVELS: Final = ("calls", "kernels", "transfers")
+"""How much NCCL tells of itself, by its profiler plugin."""
 FAULTS: Final = ("stall", "mismatch", "diverged")
 """The faults after which the setting ``abort_on`` may end the job."""
 STALL_CEILING_S: Final = 60.0
@@ -152,6 +156,11 @@ def _one_of(*words: str) -> Callable[[Any], str]:
         return str(value)
 
     return parse
+
+
+def _nccl_profiler(value: Any) -> str:
+    text = str(value).strip().lower()  # YAML reads off as a boolean
+    return "off" if text in _OFF else _one_of(*NCCL_LEVELS)(text)
 
 
 def _signal(value: Any) -> str:
@@ -374,6 +383,17 @@ class Settings:
     topology: str | None = _setting(None, _absolute_path, "a file")
     # native: built by `commlens build-native`; auto: native if it was built
     engine: str = _setting("auto", _one_of("auto", "python", "native"), "auto, python or native")
+    # NCCL itself tells commlens of its calls; how much
+    nccl_profiler: str = _setting(
+        "off",
+        _nccl_profiler,
+        "off, calls, kernels or transfers",
+        metavar="LEVEL",
+        help=(
+            "let NCCL itself tell of its host calls (calls), also when kernels start and end"
+            " (kernels), also how far transfers between nodes are (transfers; default off)"
+        ),
+    )
     # `commlens launch` builds the native engine in the background where none was built
     auto_build: bool = _setting(True, _boolean, _SWITCH_WORDS)
     timing: bool = _setting(False, _boolean, _SWITCH_WORDS, help="record durations on the device")

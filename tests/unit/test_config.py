@@ -119,6 +119,20 @@ def test_a_folder_of_the_hosts_files_is_absolute(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["0640", "640", 0o640, 640, " 0640"])
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [("off", "off"), (False, "off"), ("calls", "calls"), ("Kernels", "kernels")],
+)
+def test_how_much_nccl_tells(given: object, level: str):
+    assert load(overrides={"nccl_profiler": given}).settings.nccl_profiler == level
+
+
+def test_nccl_does_not_tell_everything():
+    with pytest.raises(ConfigError, match="off, calls, kernels or transfers"):
+        load(overrides={"nccl_profiler": "all"})
+    assert load({"COMMLENS_NCCL_FOLDER": "/x", "COMMLENS_NCCL_EVENTS": "calls"}).warnings == []
+
+
 def test_permissions_in_every_spelling(tmp_path, value):
     """YAML reads 0640 as an octal number."""
     assert load(overrides={"dump_mode": value}).settings.dump_mode == "0640"

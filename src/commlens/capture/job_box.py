@@ -193,11 +193,14 @@ def _move_stale_boxes(job_dir: Path) -> None:
         with contextlib.suppress(OSError):
             if job_dirs.is_leftover(box, before_s=started - 1):
                 if (owner := job_dirs.owner(box)) is not None and owner.said_goodbye:
-                    box.unlink()
+                    job_dirs.remove_box(box)
                     continue
                 aside = job_dir.with_name(f"{job_dir.name}.before-{int(box.stat().st_mtime)}")
                 aside.mkdir(mode=0o700, exist_ok=True)
                 box.rename(aside / box.name)
+                events = job_dirs.events_file(job_dir, job_dirs.box_pid(box))
+                if events.exists():
+                    events.rename(aside / events.name)
     if not any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(job_dir)):
         for claim in (_CLAIM, _SECOND_CLAIM):
             (job_dir / claim).unlink(missing_ok=True)  # of watchers of that job
@@ -219,7 +222,7 @@ def _free_ended_boxes(job_dir: Path) -> None:
             if (is_scarce or (owner is not None and not owner.setup)) and job_dirs.is_leftover(
                 box, before_s=before_s
             ):
-                box.unlink(missing_ok=True)
+                job_dirs.remove_box(box)
 
 
 def _age_s() -> float:

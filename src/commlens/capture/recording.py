@@ -17,10 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from commlens import config
+from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment, uncaught
 from commlens.capture.init_hooks import safely
 from commlens.capture.rank_environment import PlaceInJob
+from commlens.native import nccl_profiler
 from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
@@ -165,6 +167,8 @@ class Recording:
         if box is None:
             return False
         self.job_dir, self.writer = box
+        if settings.nccl_profiler != "off":
+            safely(nccl_profiler.switch_on, settings.nccl_profiler, self.job_dir, os.environ)
         self.watcher_replacement = (
             None if settings.watched else job_box.WatcherReplacement(settings, self.job_dir)
         )
@@ -235,7 +239,7 @@ class Recording:
             job_box.end_watcher(self.watcher_pid, self.job_dir)
             self.watchdog.stop()
             self.recorder.release()
-            self.writer.path.unlink(missing_ok=True)
+            job_dirs.remove_box(self.writer.path)
             self.recorder = None
             self.begin_early()
 
@@ -345,7 +349,7 @@ class Recording:
             self.attached = False
         elif self.is_open:
             self.close(L.PHASE_CLOSED)
-            self.writer.path.unlink(missing_ok=True)
+            job_dirs.remove_box(self.writer.path)
             self.given_up = False
 
     def close(self, phase: int) -> None:

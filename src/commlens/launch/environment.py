@@ -70,6 +70,7 @@ def examine(config_file: str | None = None) -> Report:
         ("engine", lambda report: _engine(report, resolved)),
         ("recorder", _torch_recorder),
         ("completion", _completion),
+        ("NCCL's plugin", lambda report: _nccl_plugin(report, resolved)),
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
         ("autoload", _autoload),
@@ -230,6 +231,19 @@ def _completion(_: Report) -> str:
 
     completion = torch_offers.offers().completion
     return "\n".join(f"{name}: {_COMPLETION[how]}" for name, how in completion.items())
+
+
+def _nccl_plugin(report: Report, resolved: config.Resolved) -> str:
+    """Return whether NCCL itself would tell of its calls."""
+    from commlens.native import nccl_profiler
+
+    level, origin = resolved.settings.nccl_profiler, resolved.origins["nccl_profiler"]
+    said = f"the setting nccl_profiler is {level} ({origin})"
+    reason = nccl_profiler.why_not(os.environ)
+    if level != "off" and reason:
+        report.problems.append(f"NCCL itself tells nothing, because {reason}.")
+    can = reason or f"{nccl_profiler.library()}, for NCCL {nccl_profiler.VERSIONS}"
+    return f"{'off' if level == 'off' or reason else 'on'}: {said}\n{can}"
 
 
 def _not_built(settings: config.Settings) -> str:

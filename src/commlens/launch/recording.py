@@ -22,6 +22,7 @@ from commlens.capture.session import expect_slow
 from commlens.errors import CommandError, ConfigError, MissingDependency
 from commlens.launch import torch_recorder
 from commlens.launch.new_warnings import new_warnings
+from commlens.native import nccl_profiler
 from commlens.numbers import job_folder
 
 if TYPE_CHECKING:
@@ -192,6 +193,9 @@ def start(settings: config.Settings) -> None:
         log.warning("commlens: %s", alone)
     if settings.box_entries:
         torch_recorder.switch_on_here(timing=settings.timing)
+    if settings.nccl_profiler != "off" and (reason := nccl_profiler.why_not(os.environ)):
+        for warning in new_warnings([f"NCCL itself tells nothing, because {reason}."]):
+            log.warning("commlens: %s", warning)
     session.start(settings, make_verifier=_make_verifier, dump=_dump)
     job_folder.set_finder(_job_folder)
     if settings.check_numbers:

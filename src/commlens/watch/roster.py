@@ -341,7 +341,7 @@ class Roster:
             if member.box is not None:
                 if remove_boxes:
                     with contextlib.suppress(OSError):
-                        member.box.path.unlink()
+                        job_dirs.remove_box(member.box.path)
                 member.box.close()
             self.members.remove(member)
         self._current = None
