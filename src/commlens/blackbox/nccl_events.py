@@ -47,7 +47,7 @@ _STATES: Final[Mapping[int, TransferState]] = {
 """NCCL's numbers of the states of a step."""
 
 
-class _Comm(NamedTuple):
+class _CommSlot(NamedTuple):
     seq: int
     hash: int
     size: int
@@ -67,7 +67,7 @@ class _Comm(NamedTuple):
     name: bytes
 
 
-class _Op(NamedTuple):
+class _OpSlot(NamedTuple):
     seq: int
     number: int
     func: bytes
@@ -91,7 +91,7 @@ class _Op(NamedTuple):
     replays: int
 
 
-class _Transfer(NamedTuple):
+class _TransferSlot(NamedTuple):
     seq: int
     op: int
     op_generation: int
@@ -110,7 +110,7 @@ class _Transfer(NamedTuple):
     replay: int
 
 
-class _Head(NamedTuple):
+class _Header(NamedTuple):
     """The header, checked."""
 
     comms: int
@@ -179,7 +179,7 @@ def read_events(
     ops, torn = _ops_by_comm(content[ops_at:transfers_at], unix, transfers)
     found = []
     for index, fields in enumerate(_COMM.iter_unpack(content[comms_at:ops_at])):
-        comm = _Comm._make(fields)
+        comm = _CommSlot._make(fields)
         if comm.seq and not comm.seq & 1 and 0 <= comm.rank < comm.size:
             found.append(_communicator(comm, ops[index, comm.seq >> 1 & _GENERATION], unix))
     return NcclRecord(
@@ -200,7 +200,7 @@ def read_events(
     )
 
 
-def _read_head(content: bytes, name: str) -> _Head:
+def _read_head(content: bytes, name: str) -> _Header:
     if len(content) < _HEADER_SIZE or content[:8] != MAGIC:
         cut = MAGIC.startswith(content[:8]) or content[:8] == MAGIC
         raise FormatError(
@@ -232,7 +232,7 @@ def _read_head(content: bytes, name: str) -> _Head:
     if len(content) < total:
         raise FormatError(f"{name} is cut off: {len(content)} of {total} bytes are left.")
     lost = min(sum(live[:3]), _INT_MAX)
-    return _Head(
+    return _Header(
         comms,
         ops,
         transfers,
@@ -253,14 +253,14 @@ def _text(padded: bytes) -> str:
 
 
 def _open_transfers(
-    table: bytes, head: _Head, unix: Callable[[int], int]
+    table: bytes, head: _Header, unix: Callable[[int], int]
 ) -> dict[tuple[int, int, int], list[NcclTransfer]]:
     """Return the transfers that have not ended, by the index, generation and replay of their
     operation.
     """
     found: dict[tuple[int, int, int], list[NcclTransfer]] = defaultdict(list)
     for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
-        each = _Transfer._make(fields)
+        each = _TransferSlot._make(fields)
         if each.seq & 1 or not each.seq or each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
         done = min(each.done, each.steps)
@@ -278,7 +278,7 @@ def _open_transfers(
     return found
 
 
-def _oldest_state(each: _Transfer, done: int) -> int:
+def _oldest_state(each: _TransferSlot, done: int) -> int:
     """Return the state of the oldest step under way; steps end in order. NCCL counts them from 0 or
     1, by its version, so the first of both places that has a state is meant.
     """
@@ -299,7 +299,7 @@ def _ops_by_comm(
     found: dict[tuple[int, int], list[NcclOp]] = defaultdict(list)
     torn = 0
     for index, fields in enumerate(_OP.iter_unpack(table)):
-        op = _Op._make(fields)
+        op = _OpSlot._make(fields)
         generation = op.seq >> 1 & _GENERATION
         if not op.seq:
             continue
@@ -312,7 +312,7 @@ def _ops_by_comm(
     return found, torn
 
 
-def _op(op: _Op, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]) -> NcclOp:
+def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]) -> NcclOp:
     # a late event of the slot's former operation may have left its time
     def after_call(moment: int) -> int:
         return unix(moment) if moment >= op.called_ns else 0
@@ -345,7 +345,9 @@ def _op(op: _Op, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]
     )
 
 
-def _communicator(comm: _Comm, ops: list[NcclOp], unix: Callable[[int], int]) -> NcclCommunicator:
+def _communicator(
+    comm: _CommSlot, ops: list[NcclOp], unix: Callable[[int], int]
+) -> NcclCommunicator:
     return NcclCommunicator(
         hash=f"{comm.hash:x}",
         name=_text(comm.name),
