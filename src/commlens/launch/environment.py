@@ -235,6 +235,7 @@ def _completion(_: Report) -> str:
 
 def _nccl_plugin(report: Report, resolved: config.Resolved) -> str:
     """Return whether NCCL itself would tell of its calls."""
+    from commlens.model.nccl import VERSIONS
     from commlens.native import nccl_profiler
 
     level, origin = resolved.settings.nccl_profiler, resolved.origins["nccl_profiler"]
@@ -242,7 +243,7 @@ def _nccl_plugin(report: Report, resolved: config.Resolved) -> str:
     reason = nccl_profiler.why_not(os.environ)
     if level != "off" and reason:
         report.problems.append(f"NCCL itself tells nothing, because {reason}.")
-    can = reason or f"{nccl_profiler.library()}, for NCCL {nccl_profiler.VERSIONS}"
+    can = reason or f"{nccl_profiler.library()}, for NCCL {VERSIONS}"
     return f"{'off' if level == 'off' or reason else 'on'}: {said}\n{can}"
 
 

@@ -11,6 +11,7 @@ import msgspec
 from commlens.model.collective import TensorSpec
 from commlens.model.hazard import Access, HazardKind, Operand
 from commlens.model.health import Fault, HealthEvent
+from commlens.model.nccl import TransferState
 
 Kind = Literal[
     "mismatch/op",
@@ -467,6 +468,18 @@ Agreement = Literal["all", "sizes", "sizes-and-dtypes", "unknown"]
 """On what the ranks of a collective agree, as far as their records tell it."""
 
 
+class StalledTransfer(msgspec.Struct, frozen=True):
+    """A transfer of NCCL between two ranks that is behind all others of its collective."""
+
+    sender: Rank
+    receiver: Rank
+    channel: int
+    done: int  # steps
+    steps: int  # in all
+    sender_state: TransferState  # what its oldest step under way waits for
+    receiver_state: TransferState
+
+
 class StuckInside(OfHardware, tag="stuck-inside", kw_only=True):
     """A collective that all its ranks have entered, and that does not complete."""
 
@@ -478,6 +491,7 @@ class StuckInside(OfHardware, tag="stuck-inside", kw_only=True):
     not_started_on: list[Rank] = []  # their devices have not begun it
     started_on: list[Rank] = []  # their devices have begun it
     completed_on: list[Rank] = []
+    transfer: StalledTransfer | None = None
     agreement: Agreement = "unknown"
     not_compared: list[str] = []  # aspects that the records do not tell and that may be at fault
     perhaps_members: list[Rank] = []  # may be in the group, whose ranks no log lists

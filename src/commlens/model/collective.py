@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from commlens.model.frames import FrameKind as FrameKind
+from commlens.model.nccl import NcclOp
 from commlens.model.ops import LIBRARIES, POINT_TO_POINT, key_kind
 
 
@@ -205,6 +206,15 @@ UNMADE_STORE = "store in its constructor"
 """The same of a store that waits for its server or its clients; its address is the name."""
 
 
+BY_PLUGIN = "plugin"
+"""The completion of the channels of communicators that torch did not make: NCCL's plugin tells it,
+from the level kernels on.
+"""
+
+PAST_TORCH = "NCCL past torch"
+"""The library that such a channel is of."""
+
+
 class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has
     two channels.
@@ -219,7 +229,8 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     @property
     def library(self) -> str | None:
         """The library whose calls past the dispatcher it holds; None of collectives of torch."""
-        return self.device if self.device in LIBRARIES else None
+        by_plugin = PAST_TORCH if self.completion == BY_PLUGIN else None
+        return self.device if self.device in LIBRARIES else by_plugin
 
     @cached_property
     def key(self) -> ChannelKey:
@@ -262,6 +273,8 @@ class Collective(msgspec.Struct, gc=False):
     captured: bool = False  # into a CUDA graph, so it did not run
     # of a receive from any source that has completed: the rank whose message it took
     took_from: int | None = None
+    # what NCCL told of it: several for a batch; empty if its plugin is off
+    nccl: tuple[NcclOp, ...] = ()
 
     @property
     def op(self) -> str:

@@ -5,9 +5,12 @@ Times are Unix ns; 0 if it has not happened or is unknown.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
+
+VERSIONS: Final = "2.27 to 2.30"
+"""The versions of NCCL whose interface the plugin was written for; it steps aside for others."""
 
 TransferState = Literal[
     "",

@@ -8,7 +8,14 @@ from typing import Final, Literal
 
 import msgspec
 
-from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
+from commlens.model.collective import (
+    Collective,
+    Frame,
+    ProcessGroup,
+    Stack,
+    user_frame,
+    user_lines,
+)
 from commlens.model.hazard import Hazard
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.nccl import NcclRecord
@@ -258,6 +265,8 @@ class RankLog(msgspec.Struct):
     health: NodeHealth | None = None
     # what NCCL told the process itself; None: its plugin is off, or NCCL was not used
     nccl: NcclRecord | None = None
+    # of communicators that torch did not make: those of which the process has called nothing
+    unused_groups: list[ProcessGroup] = []
     # of a process that shares a group made by hand: ranks in the log are numbers of these processes
     worlds: Worlds = ONE_WORLD
 

@@ -17,8 +17,6 @@ PLUGIN: Final = "NCCL_PROFILER_PLUGIN"
 """NCCL's variable that names the plugin."""
 FOLDER: Final = "COMMLENS_NCCL_FOLDER"
 EVENTS: Final = "COMMLENS_NCCL_EVENTS"
-VERSIONS: Final = "2.27 to 2.30"
-"""The versions of NCCL whose interface the plugin was written for; it steps aside for others."""
 DEFAULT_NAME: Final = "libnccl-profiler.so"
 """The library that NCCL takes without the variable."""
 

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from commlens.diagnosis.causes.context import Case, Context, group_of, source_of
 from commlens.diagnosis.index.nodes import Whereabouts, whereabouts
+from commlens.diagnosis.select.communicators import hashes_of
 from commlens.model.cause import (
     AnyCause,
     Cause,
@@ -216,7 +217,7 @@ def add_ras_witness(
     if any_group and not groups:
         groups = [_ranks_of(each, rank_by_pid) for each in communicators]
     pids = {log.rank: log.pid for log in logs if log.pid}
-    communicator = _communicator_of(groups, communicators, pids)
+    communicator = _communicator_of(groups, communicators, pids, hashes_of(groups, logs))
     if communicator is not None:
         behind = _known_ranks(communicator.behind, rank_by_pid)
         silent = _known_ranks(communicator.silent, rank_by_pid)
@@ -242,12 +243,16 @@ def _communicator_of(
     groups: Sequence[Sequence[int]],
     communicators: Iterable[RasCommunicator],
     pids: Mapping[int, int],
+    hashes: Collection[str],
 ) -> RasCommunicator | None:
-    """Return the communicator of one of the groups; of several, one in which RAS sees a problem."""
+    """Return the communicator of one of the groups, by its hash if NCCL told that, else by its
+    processes; of several, one in which RAS sees a problem.
+    """
     matching = [
         each
         for each in communicators
-        if any(_is_communicator_of(group, each, pids) for group in groups)
+        if each.name.removeprefix("0x").lstrip("0") in hashes
+        or any(_is_communicator_of(group, each, pids) for group in groups)
     ]
     faulty = [each for each in matching if each.apart or each.silent]
     return next(iter(faulty or matching), None)

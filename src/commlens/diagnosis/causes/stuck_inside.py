@@ -18,8 +18,9 @@ from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Agree, Answer, Unknown
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
-from commlens.model.cause import Agreement, StuckInside
+from commlens.model.cause import Agreement, StalledTransfer, StuckInside
 from commlens.model.collective import Collective, State
+from commlens.model.nccl import NcclTransfer
 from commlens.model.ops import BARRIERS, ROOTED, WITHOUT_TENSORS
 
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
@@ -28,6 +29,9 @@ _HARMLESS = frozenset({"reduce-op", "dtype"})
 """Aspects that are left open without a word: ranks that disagree on the reduce op do not hang, and
 log lines never tell the dtype.
 """
+
+
+_STANDS_NS = 1_000_000_000  # a transfer that has not moved for so long stands
 
 
 class EnteredOp(NamedTuple):
@@ -220,10 +224,55 @@ def _no_progress(inside: partial[StuckInside], context: Context, meeting: Entere
         completed_on=[
             view.rank for view in meeting.views if _has_completed(view, meeting.instance)
         ],
+        started_on=[
+            view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)
+        ],
+        transfer=_stalled_transfer(meeting),
         agreement=_agreement(meeting.op, answer),
         not_compared=not_compared,
         perhaps_members=others,
     )
+
+
+Sides = dict[bool, NcclTransfer]
+"""The two sides of a transfer: the sender's (True) and the receiver's, as far as they are known."""
+
+
+def _stalled_transfer(meeting: EnteredOp) -> StalledTransfer | None:
+    """Return the transfer between two ranks that is behind all others; None if both sides are not
+    known of one, if several pairs of ranks are equally far, or if one still moves.
+    """
+    sides = _transfers(meeting)
+    far = {link: min(side.done for side in both.values()) for link, both in sides.items()}
+    lowest = min(far.values(), default=0)
+    least = [link for link in sorted(sides) if far[link] == lowest]
+    if len({(sender, receiver) for sender, receiver, _ in least}) != 1 or len(sides[least[0]]) < 2:
+        return None
+    sender, receiver, channel = least[0]
+    sent, received = sides[least[0]][True], sides[least[0]][False]
+    return StalledTransfer(
+        sender, receiver, channel, lowest, sent.steps, sent.state, received.state
+    )
+
+
+def _transfers(meeting: EnteredOp) -> dict[tuple[int, int, int], Sides]:
+    """Return the transfers under way, by sender, receiver and channel; none if one still moves, or
+    is with a process that is not in the group.
+    """
+    found: dict[tuple[int, int, int], Sides] = defaultdict(dict)
+    ranks = meeting.op.channel.group.all_ranks
+    ops = [(view, op) for view in meeting.views if (op := op_at(view, meeting.instance))]
+    for view, each in ((view, one) for view, op in ops for t in op.nccl for one in t.transfers):
+        if not 0 <= each.peer < len(ranks) or _moves(each, view):
+            return {}
+        ends = (view.rank, ranks[each.peer])
+        sender, receiver = ends if each.is_send else ends[::-1]
+        found[sender, receiver, each.channel][each.is_send] = each
+    return found
+
+
+def _moves(transfer: NcclTransfer, view: RankView) -> bool:
+    return view.now_ns - transfer.moved_ns < _STANDS_NS
 
 
 def _agreement(op: Collective, answer: Answer) -> Agreement:

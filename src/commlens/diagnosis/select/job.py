@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from commlens.diagnosis.select.communicators import with_communicators
 from commlens.diagnosis.select.worlds import join_worlds
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
@@ -34,7 +35,7 @@ def select_job(logs: Sequence[RankLog]) -> SelectedJob:
     the logs. Worlds that share a group made by hand are one job.
     """
     notes: list[str] = []
-    known = [log for log in logs if log.rank >= 0]
+    known = with_communicators([log for log in logs if log.rank >= 0])
     if len(known) < len(logs):
         notes.append(
             f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before"

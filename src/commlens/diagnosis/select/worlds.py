@@ -231,10 +231,11 @@ def _numbered(log: RankLog, world: JobWorld, groups: _Groups) -> RankLog:
 
 def _made_by(log: RankLog) -> dict[HandMade, str]:
     """Return the groups made by hand that a process is in, with their labels."""
+    groups = (op.channel.group for op in (*log.setups, *log.collectives))
     return {
-        made: _label(op.channel.group)
-        for op in (*log.setups, *log.collectives)
-        if (made := op.channel.group.hand_made) is not None and made.member < made.size
+        made: _label(group)
+        for group in chain(groups, log.unused_groups)
+        if (made := group.hand_made) is not None and made.member < made.size
     }
 
 

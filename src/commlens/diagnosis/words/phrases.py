@@ -170,6 +170,8 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
 def completion_unknown(channel: Channel) -> str:
     """Return why it is unknown whether the collectives of a channel completed."""
     match channel.completion:
+        case "plugin":
+            return "NCCL's plugin tells only of calls; nccl_profiler: kernels tells also of ends."
         case "hooks":
             return (
                 "they are in a CUDA graph, or commlens recorded without its native engine while"

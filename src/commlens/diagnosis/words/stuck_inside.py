@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commlens.diagnosis.causes.context import Case, Context, op_at
 from commlens.diagnosis.causes.stuck_inside import EnteredOp, StuckCase
+from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
@@ -39,6 +40,7 @@ RECORD_COMPLETION = (
 _RECORD_COMPLETION = {
     "hooks": "let commlens record with its native engine (commlens build-native); for this run, ",
     "unknown": "",
+    "plugin": "start the job with --nccl-profiler kernels; for this run, ",
 }
 _ASPECTS = {
     "args": "arguments",
@@ -177,17 +179,57 @@ def _no_progress(context: Context, case: StuckCase) -> Words:
     return Words(
         summary=(
             f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(meeting)}"
-            f"{_completed_or_not(cause, inside)}"
+            f"{_completed_or_not(cause, inside)}{_where_it_stands(cause)}"
         ),
         explanation=_explanation(context, meeting),
         next_step=(
             compare_step(meeting.op, question)
             if question
-            else stuck_step(meeting.op, meeting.views)
+            else stuck_step(meeting.op, _views_of_transfer(cause, meeting))
         ),
-        evidence=_errors(meeting),
+        evidence=[*_errors(meeting), *_seen_by_nccl(cause)],
         would_raise_confidence=_what_would_show(context, meeting, question),
     )
+
+
+def _where_it_stands(cause: StuckInside) -> str:
+    if (at := cause.transfer) is None:
+        return ""
+    return (
+        f"; NCCL's transfer from {rank_phrase(at.sender)} to {rank_phrase(at.receiver)} stands at"
+        f" step {at.done} of {at.steps}, on channel {at.channel}, behind all others"
+    )
+
+
+_SENDER = {
+    "waits-for-own-gpu": "the sender waits for data from its GPU",
+    "waits-for-peer": "the sender waits until the receiver takes more",
+    "in-network": "the sender has handed its data to the network",
+}
+_RECEIVER = {
+    "waits-for-own-gpu": "the receiver waits until its GPU takes the data",
+    "waits-for-data": "no data has come to the receiver",
+    "flushes": "the receiver waits until the data is visible to its GPU",
+}
+
+
+def _seen_by_nccl(cause: StuckInside) -> list[str]:
+    """Return sentences about what NCCL's kernels and transfers do."""
+    said = []
+    if cause.started_on and set(cause.started_on) == set(cause.ranks):
+        said.append("Its kernel has started on all of these ranks, and ended on none.")
+    if (at := cause.transfer) is not None:
+        states = _SENDER.get(at.sender_state), _RECEIVER.get(at.receiver_state)
+        if known := [state for state in states if state is not None]:
+            said.append(f"In that transfer, {joined(known)}.")
+    return said
+
+
+def _views_of_transfer(cause: StuckInside, meeting: EnteredOp) -> list[RankView]:
+    """Return the two ranks of the transfer that stands, else all ranks."""
+    if (at := cause.transfer) is None:
+        return meeting.views
+    return [view for view in meeting.views if view.rank in (at.sender, at.receiver)]
 
 
 def _open_question(cause: StuckInside) -> str:

@@ -4,7 +4,7 @@ rank waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from commlens.diagnosis.causes.context import Case, Context
@@ -17,6 +17,8 @@ from commlens.model.cause import Fewer, LatentFault, NoFault, Unexplained
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
 from commlens.model.hazard import Hazard
+from commlens.model.nccl import VERSIONS as NCCL_VERSIONS
+from commlens.model.nccl import version_text
 from commlens.model.verdict import Finding, Verdict
 from commlens.model.worlds import Worlds
 from commlens.text import (
@@ -150,8 +152,25 @@ def missing_evidence(job: JobIndex) -> list[str]:
         *_outsiders(job.worlds),
         *_lost_heads(job),
         *(f"{capital(ranks_phrase(ranks))}: {text}." for text, ranks in _problems(job).items()),
+        *_of_nccl(job),
         *map(past_torch, bypasses_of(view.log for view in job.views.values())),
     ]
+
+
+def _of_nccl(job: JobIndex) -> Iterator[str]:
+    """Yield what NCCL could not tell its plugin."""
+    for rank, view in sorted(job.views.items()):
+        told = view.log.nccl
+        if told is not None and told.is_other_nccl:
+            yield (
+                f"{capital(rank_phrase(rank))}: NCCL {version_text(told.nccl_version)} tells"
+                f" nothing, because its plugin knows {NCCL_VERSIONS}."
+            )
+        if told is not None and told.lost:
+            yield (
+                f"{capital(rank_phrase(rank))}: {number(told.lost)} of the events that NCCL told"
+                " found no room."
+            )
 
 
 def past_torch(bypass: Bypass) -> str:

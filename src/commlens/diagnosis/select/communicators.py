@@ -1,0 +1,258 @@
+"""Join what NCCL itself told with the ranks' records.
+
+A call that torch made is one record: NCCL was called by the same thread, between the record's
+beginning and its end. That needs no names. A communicator of which no record tells is a group that
+the program made by hand, such as vLLM's pynccl or CuPy make them: all members know its hash.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import msgspec
+
+from commlens.model.collective import (
+    BY_PLUGIN,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    HandMade,
+    LearnedHow,
+    ProcessGroup,
+    State,
+    TensorSpec,
+)
+from commlens.model.nccl import NcclCommunicator, NcclOp
+from commlens.model.ops import ROOTED, UNKNOWN_DTYPE
+from commlens.model.ranklog import RankLog
+
+_SLACK_NS: Final = 1_000  # a record's times are in ticks, and rounded
+_TOLD_WITHIN_NS: Final = 1_000_000_000
+"""An operation that was launched for longer, and whose kernel is not told to have started, has not
+started: NCCL looks for it all the time.
+"""
+_OPS: Final = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+    "AlltoAll": "all_to_all",
+    "Gather": "gather",
+    "Scatter": "scatter",
+}
+"""NCCL's names of collectives, and the wire ops."""
+_DTYPES: Final = {
+    "Float16": "float16",
+    "Float32": "float32",
+    "Float64": "float64",
+    "Bfloat16": "bfloat16",
+    "Int8": "int8",
+    "Int32": "int32",
+    "Int64": "int64",
+    "Uint8": "uint8",
+    "Uint32": "uint32",
+    "Uint64": "uint64",
+    "Float8e4m3": "float8_e4m3fn",
+    "Float8e5m2": "float8_e5m2",
+}
+
+
+def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
+    """Return the logs with what NCCL told: in the records of calls that torch made, and as records
+    of groups made by hand for all other communicators.
+    """
+    return [log if log.nccl is None else _joined(log, log.nccl.communicators) for log in logs]
+
+
+def _joined(log: RankLog, communicators: Iterable[NcclCommunicator]) -> RankLog:
+    device = [op for op in log.collectives if op.channel.runs_ahead]
+    calls = _CallsByThread(device)
+    in_records: dict[int, list[NcclOp]] = defaultdict(list)
+    added: list[Collective] = []
+    unused: list[ProcessGroup] = []
+    for comm in communicators:
+        if comm.closed_ns or comm.size < 2:
+            continue
+        placed = [(op, calls.record_of(op, comm, log.rank)) for op in comm.ops]
+        for op, record in placed:
+            if record is not None:
+                in_records[record.index].append(op)
+        if any(record for _, record in placed) or _is_torchs(comm, device, log.rank):
+            continue
+        channel = Channel(_group_of(comm), "cuda", runs_ahead=True, completion=BY_PLUGIN)
+        added += _records_of(comm, channel, log.captured_ns)
+        unused += [] if comm.collectives else [channel.group]
+    return _with_more(log, in_records, added, unused)
+
+
+def _with_more(
+    log: RankLog,
+    in_records: Mapping[int, Sequence[NcclOp]],
+    added: Sequence[Collective],
+    unused: list[ProcessGroup],
+) -> RankLog:
+    if not (in_records or added or unused):
+        return log
+    known = [_enriched(op, in_records.get(op.index), log.captured_ns) for op in log.collectives]
+    return msgspec.structs.replace(
+        log,
+        collectives=_merged(known, added),
+        issued=log.issued + len(added),
+        unused_groups=unused,
+    )
+
+
+class _CallsByThread:
+    """The records of a rank's calls that enqueue on a device, by thread and time."""
+
+    def __init__(self, records: Sequence[Collective]) -> None:
+        self._by_thread: dict[int, list[Collective]] = defaultdict(list)
+        for op in records:
+            if op.announced_ns:
+                self._by_thread[op.issue_thread].append(op)
+        self._begins = {
+            thread: list(accumulate((op.announced_ns for op in ops), max))
+            for thread, ops in self._by_thread.items()
+        }
+
+    def record_of(self, op: NcclOp, comm: NcclCommunicator, rank: int) -> Collective | None:
+        """Return the record of the call in which NCCL was called."""
+        ops = self._by_thread.get(op.thread, ())
+        if not ops or not op.called_ns:
+            return None
+        at = bisect_right(self._begins[op.thread], op.called_ns + _SLACK_NS) - 1
+        record = ops[at] if at >= 0 else None
+        if record is None or 0 < record.returned_ns < op.called_ns - _SLACK_NS:
+            return None
+        return record if _has_place(comm, record.channel.group, rank) else None
+
+
+def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
+    """Return whether a rank has its place in a communicator in a group, too. The members of groups
+    made by hand are known by their place only.
+    """
+    if group.hand_made is not None:
+        return (group.hand_made.member, group.hand_made.size) == (comm.rank, comm.size)
+    ranks = group.ranks
+    return len(ranks) == comm.size and ranks[comm.rank] == rank
+
+
+def _is_torchs(comm: NcclCommunicator, records: Sequence[Collective], rank: int) -> bool:
+    """Return whether a communicator has the name that torch gives that of a group with records:
+    the group's, perhaps behind its description.
+    """
+    name = comm.name.rpartition(":")[2]
+    groups = {op.channel.group for op in records}
+    return bool(name) and any(
+        group.name == name and _has_place(comm, group, rank) for group in groups
+    )
+
+
+def _group_of(comm: NcclCommunicator) -> ProcessGroup:
+    return ProcessGroup(
+        comm.hash,
+        (),
+        f"NCCL communicator {comm.name or comm.hash}",
+        "nccl",
+        hand_made=HandMade(comm.rank, comm.size, f"nccl:{comm.hash}"),
+    )
+
+
+def _records_of(comm: NcclCommunicator, channel: Channel, captured_ns: int) -> Iterator[Collective]:
+    """Yield the collectives of a communicator that torch did not make."""
+    for op in comm.ops:
+        if op.is_message or op.captured:
+            continue
+        record = _record_of(op, channel)
+        if op.number <= comm.finished and not op.has_stopped:  # one behind it has ended
+            record.state, record.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
+            record.nccl = (op,)
+            yield record
+        else:
+            yield _enriched(record, [op], captured_ns)
+
+
+def _record_of(op: NcclOp, channel: Channel) -> Collective:
+    wire = _OPS.get(op.func, op.func)
+    dtype = _DTYPES.get(op.datatype.removeprefix("nccl"), op.datatype)
+    tensor = TensorSpec((op.count,), dtype or UNKNOWN_DTYPE, "cuda")
+    root = op.root if wire in ROOTED and op.root >= 0 else None
+    return Collective(
+        index=0,
+        channel=channel,
+        sequence_number=op.number,
+        args=CollectiveArgs(wire, op.func, (tensor,), root=root),
+        state=State.UNKNOWN,
+        announced_ns=op.called_ns,
+        entered_ns=op.called_ns,
+        returned_ns=op.returned_ns or op.called_ns,
+        issue_thread=op.thread,
+    )
+
+
+def _enriched(record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int) -> Collective:
+    """Return a record with what NCCL told of it: whether its kernel has started, and ended."""
+    if not ops:
+        return record
+    more: dict[str, Any] = {"nccl": tuple(ops)}
+    is_open = record.in_flight or record.state is State.UNKNOWN
+    if all(op.has_stopped for op in ops):
+        more["duration_ns"] = record.duration_ns or sum(op.device_ns for op in ops) or None
+        if is_open:
+            more["state"], more["done_ns"] = State.COMPLETED, max(op.stopped_ns for op in ops)
+            more["learned_how"] = LearnedHow.NATIVE_RECORDER
+    elif is_open and all(op.with_kernels for op in ops):
+        more["state"], more["learned_how"] = State.ISSUED, _how_far(ops, captured_ns)
+    return msgspec.structs.replace(record, **more)
+
+
+def _how_far(ops: Sequence[NcclOp], captured_ns: int) -> LearnedHow:
+    """Return how far the device is in a call that has not ended there."""
+    if any(op.started_on for op in ops):
+        return LearnedHow.STARTED
+    launched_ns = max(op.launched_ns for op in ops)
+    is_told = captured_ns - launched_ns >= _TOLD_WITHIN_NS
+    return LearnedHow.ENQUEUED if is_told else LearnedHow.NATIVE_RECORDER
+
+
+def _merged(records: Sequence[Collective], added: Sequence[Collective]) -> list[Collective]:
+    """Return all records in the order of their calls, numbered anew. Numbers of records that were
+    overwritten stay free.
+    """
+    if not added:
+        return list(records)
+    more = sorted(added, key=lambda op: op.announced_ns)
+    merged: list[Collective] = []
+    before, step, index = 0, 0, 0
+    for op in records:
+        while before < len(more) and more[before].announced_ns < op.announced_ns:
+            index = op.index + before
+            merged.append(msgspec.structs.replace(more[before], index=index, step=step))
+            before += 1
+        index, step = op.index + before, op.step
+        merged.append(msgspec.structs.replace(op, index=index))
+    for op in more[before:]:
+        index += 1
+        merged.append(msgspec.structs.replace(op, index=index, step=step))
+    return merged
+
+
+def hashes_of(groups: Iterable[Sequence[int]], logs: Iterable[RankLog]) -> set[str]:
+    """Return the hashes of the communicators that consist of the ranks of a group, in its order, as
+    far as the plugins of the ranks told.
+    """
+    by_rank = {log.rank: log.nccl.communicators for log in logs if log.nccl is not None}
+    found: set[str] = set()
+    for ranks in groups:
+        told = [
+            {comm.hash for comm in by_rank[rank] if (comm.size, comm.rank) == (len(ranks), place)}
+            for place, rank in enumerate(ranks)
+            if rank in by_rank
+        ]
+        found |= set.intersection(*told) if told else set()
+    return found

@@ -1,0 +1,301 @@
+"""What NCCL told becomes part of the records of torch's calls, and groups of its own for all other
+communicators. A hang in one of these is told by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from builders import Job, Stay, all_reduce
+from judging import judge
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.select.communicators import hashes_of, with_communicators
+from commlens.model.cause import Missing, StalledTransfer, StuckInside
+from commlens.model.collective import (
+    Channel,
+    Collective,
+    Frame,
+    FrameKind,
+    LearnedHow,
+    ProcessGroup,
+    State,
+)
+from commlens.model.nccl import NcclCommunicator, NcclOp, NcclRecord, NcclTransfer
+from commlens.model.ranklog import RankLog
+
+S = 1_000_000_000
+SYNC = Stay(
+    40,
+    "decode",
+    frames=(Frame("/site/torch/cuda/__init__.py", 900, "synchronize", FrameKind.TORCH),),
+)
+SLEEP = Stay(25, "wait_for_batch")
+
+
+def training(last: Mapping[int, Stay], size: int = 4) -> list[RankLog]:
+    """Ranks that do three all_reduces over gloo, and then stand still: at a line of their own, or
+    where they wait for their devices.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 100, line=10)
+        yield last.get(rank, SYNC)
+
+    return Job(size).run(program).logs()
+
+
+def op(number: int, at_ns: int, *, thread: int = 77, **more: Any) -> NcclOp:
+    return NcclOp(
+        number,
+        "AllReduce",
+        "ncclBfloat16",
+        4096,
+        thread=thread,
+        called_ns=at_ns,
+        returned_ns=at_ns + 2_000,
+        launched_ns=at_ns + 3_000,
+        channels=2,
+        **more,
+    )
+
+
+def told(
+    log: RankLog, ops: list[NcclOp], *, hash: str = "ab12", called: int = -1, **more: Any
+) -> RankLog:
+    """Give a log a communicator of all its job's ranks with these operations."""
+    number = max((one.number for one in ops), default=0) if called < 0 else called
+    given = {"hash": hash, "name": "", "size": log.world_size, "rank": log.rank, "nodes": 1} | more
+    comm = NcclCommunicator(**given, collectives=number, ops=tuple(ops))
+    before = log.nccl.communicators if log.nccl is not None else ()
+    level = "kernels" if any(one.with_kernels for one in ops) else "calls"
+    record = NcclRecord(log.pid, 1, level, communicators=(*before, comm))
+    return msgspec.structs.replace(log, nccl=record)
+
+
+def hung(counts: Mapping[int, int], last: Mapping[int, Stay], **more: Any) -> list[RankLog]:
+    """Ranks that have called so many collectives of a communicator past torch."""
+    logs = training(last)
+    start = logs[0].captured_ns - 29 * S
+    return [
+        told(log, [op(n, start + n * 1000_000, **more) for n in range(1, counts[log.rank] + 1)])
+        for log in logs
+    ]
+
+
+def test_a_rank_that_never_called_it_is_named():
+    verdict = judge(hung({0: 7, 1: 7, 2: 7, 3: 6}, {3: SLEEP}))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [3], [0, 1, 2])
+    assert "rank 3 never reached all_reduce #7 of group NCCL communicator ab12" in verdict.summary
+    assert verdict.confidence == "low", "nothing tells whether the devices wait"
+    cause = verdict.cause
+    assert isinstance(cause, Missing)
+
+
+def test_with_kernels_it_is_certain_that_the_others_wait():
+    logs = hung({0: 7, 1: 7, 2: 7, 3: 6}, {3: SLEEP}, with_kernels=True, stopped_on=2, started_on=2)
+    for at, log in enumerate(logs[:3]):
+        comm = log.nccl.communicators[0]
+        ops = [*comm.ops[:-1], msgspec.structs.replace(comm.ops[-1], stopped_on=0)]
+        logs[at] = told(msgspec.structs.replace(log, nccl=None), ops, finished=6)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [3])
+    assert verdict.confidence != "low"
+
+
+def test_a_rank_that_made_the_communicator_and_called_nothing():
+    verdict = judge(hung({0: 1, 1: 1, 2: 1, 3: 0}, {3: SLEEP}))
+    assert (verdict.kind, verdict.culprits) == ("missing", [3])
+    assert "never reached all_reduce #1" in verdict.summary
+
+
+def test_nothing_is_said_of_a_mere_call():
+    """All have called the same: nothing tells whether their devices are through."""
+    logs = hung(dict.fromkeys(range(4), 7), dict.fromkeys(range(4), SLEEP))
+    verdict = judge(logs)
+    assert not verdict.culprits and not verdict.is_fault
+    verdict = judge(hung(dict.fromkeys(range(4), 7), {}))
+    assert (verdict.kind, verdict.culprits) == ("waiting", [])
+    assert "is not known" in verdict.summary
+    assert "nccl_profiler: kernels" in verdict.findings[0].explanation
+
+
+def test_what_past_torch_was_called_is_counted():
+    verdict = judge(hung({0: 7, 1: 7, 2: 7, 3: 6}, {3: SLEEP}))
+    assert "Ranks 0-3 called NCCL past torch: 6 to 7 calls of each are recorded." in (
+        verdict.missing_evidence
+    )
+
+
+def test_what_the_plugin_did_not_note_is_said():
+    logs = training({0: SLEEP})
+    logs[0].nccl = NcclRecord(1000, 1, nccl_version=23203, is_other_nccl=True)
+    logs[1].nccl = NcclRecord(1001, 1, lost=12)
+    said = judge(logs).missing_evidence
+    assert "Rank 0: NCCL 2.32.3 tells nothing, because its plugin knows 2.27 to 2.30." in said
+    assert "Rank 1: 12 of the events that NCCL told found no room." in said
+
+
+def kernels(
+    started: Mapping[int, int], transfers: Mapping[int, tuple[NcclTransfer, ...]] = {}
+) -> list[RankLog]:
+    logs = training({})
+    at_ns = logs[0].captured_ns - 29 * S
+    return [
+        told(
+            log,
+            [
+                op(1, at_ns, with_kernels=True, started_on=2, stopped_on=2, stopped_ns=at_ns + S),
+                op(
+                    2,
+                    at_ns + S,
+                    with_kernels=True,
+                    started_on=started[log.rank],
+                    transfers=transfers.get(log.rank, ()),
+                ),
+            ],
+            finished=1,
+            nodes=2,
+        )
+        for log in logs
+    ]
+
+
+def test_a_kernel_that_never_started():
+    verdict = judge(kernels({0: 2, 1: 2, 2: 1, 3: 0}))
+    assert (verdict.kind, verdict.culprits) == ("stuck-inside", [3])
+    assert "rank 3 enqueued all_reduce #2" in verdict.summary
+    cause = verdict.cause
+    assert isinstance(cause, StuckInside)
+    assert (cause.not_started_on, cause.started_on) == ([3], [0, 1, 2])
+    most = judge(kernels({0: 2, 1: 0, 2: 0, 3: 0}))
+    assert (most.kind, most.culprits) == ("stuck-inside", [])
+
+
+def ring(
+    done: Mapping[int, int], state: str = "in-network", **more: Any
+) -> dict[int, tuple[NcclTransfer, ...]]:
+    """Both sides of each transfer of a ring, by the sender's steps."""
+
+    def side(rank: int) -> tuple[NcclTransfer, ...]:
+        before, after = (rank - 1) % 4, (rank + 1) % 4
+        return (
+            NcclTransfer(after, 2, True, 64, done[rank], state, **more),
+            NcclTransfer(before, 2, False, 64, done[before], "waits-for-data", **more),
+        )
+
+    return {rank: side(rank) for rank in range(4)}
+
+
+def test_the_transfer_that_stands():
+    verdict = judge(kernels(dict.fromkeys(range(4), 2), ring({0: 45, 1: 44, 2: 43, 3: 41})))
+    cause = verdict.cause
+    assert isinstance(cause, StuckInside) and verdict.kind == "stuck-inside"
+    assert cause.transfer == StalledTransfer(3, 0, 2, 41, 64, "in-network", "waits-for-data")
+    assert verdict.culprits == [], "a link has two ends"
+    assert (
+        "NCCL's transfer from rank 3 to rank 0 stands at step 41 of 64, on channel 2"
+        in verdict.summary
+    )
+    assert "Its kernel has started on all of these ranks, and ended on none." in (
+        verdict.findings[0].evidence
+    )
+    assert any("handed its data to the network" in said for said in verdict.findings[0].evidence)
+
+
+@pytest.mark.parametrize("why", ["equal", "one side", "moves", "no such peer"])
+def test_no_transfer_is_named_without_evidence(why: str):
+    transfers = ring({0: 45, 1: 41 if why == "equal" else 44, 2: 43, 3: 41})
+    if why == "one side":
+        del transfers[3]
+    if why == "no such peer":
+        transfers[3] = (msgspec.structs.replace(transfers[3][0], peer=9), transfers[3][1])
+    logs = kernels(dict.fromkeys(range(4), 2), transfers)
+    if why == "moves":
+        logs = kernels(
+            dict.fromkeys(range(4), 2),
+            ring({0: 45, 1: 44, 2: 43, 3: 41}, moved_ns=logs[0].captured_ns - 1000),
+        )
+    cause = diagnose_logs(logs).cause
+    assert isinstance(cause, StuckInside) and cause.transfer is None
+
+
+def on_device(log: RankLog, *, in_flight: bool) -> RankLog:
+    """A log whose collectives are calls that enqueue on a device, of 1 ms each."""
+    group = ProcessGroup("7", tuple(range(log.world_size)), "dp", "nccl")
+    channel = Channel(group, "cuda", runs_ahead=True)
+    ops: list[Collective] = []
+    for record in log.collectives:
+        changed = msgspec.structs.replace(
+            record,
+            channel=channel,
+            issue_thread=77,
+            returned_ns=record.announced_ns + S // 1000,
+            state=State.COMPLETED,
+        )
+        ops.append(changed)
+    if in_flight:
+        ops[-1].state, ops[-1].learned_how, ops[-1].done_ns = State.ISSUED, LearnedHow.NOT_YET, 0
+    return msgspec.structs.replace(log, collectives=ops)
+
+
+def in_calls(log: RankLog, **more: Any) -> list[NcclOp]:
+    return [
+        op(n, record.announced_ns + 50_000, **more) for n, record in enumerate(log.collectives, 1)
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "7", "dp:7", "else"])
+def test_a_call_of_torch_is_one_record(name: str):
+    log = on_device(training({})[0], in_flight=True)
+    ops = in_calls(log, with_kernels=True, started_on=1)
+    (joined,) = with_communicators([told(log, ops, name=name)])
+    assert len(joined.collectives) == len(log.collectives) and joined.issued == log.issued
+    assert [one.nccl for one in joined.collectives] == [(one,) for one in ops]
+    assert joined.collectives[-1].learned_how is LearnedHow.STARTED
+    assert joined.collectives[0].state is State.COMPLETED, "what torch knows stays"
+
+
+def test_the_end_of_a_kernel_completes_its_record():
+    log = on_device(training({})[0], in_flight=True)
+    done_ns = log.collectives[-1].announced_ns + S
+    ops = in_calls(
+        log, with_kernels=True, started_on=2, stopped_on=2, stopped_ns=done_ns, device_ns=9
+    )
+    (joined,) = with_communicators([told(log, ops)])
+    last = joined.collectives[-1]
+    assert (last.state, last.done_ns, last.duration_ns) == (State.COMPLETED, done_ns, 9)
+
+
+def test_calls_of_another_thread_time_or_size_are_not_torchs():
+    log = on_device(training({})[0], in_flight=False)
+    for changed in (
+        {"thread": 78},
+        {"called_ns": log.collectives[-1].returned_ns + 5_000_000},
+    ):
+        ops = [msgspec.structs.replace(in_calls(log)[-1], **changed)]
+        (joined,) = with_communicators([told(log, ops)])
+        assert len(joined.collectives) == len(log.collectives) + 1, changed
+    (joined,) = with_communicators([told(log, in_calls(log), size=8)])
+    assert len(joined.collectives) == 2 * len(log.collectives)
+    made = joined.collectives[-1].channel
+    assert made.group.hand_made is not None and made.library == "NCCL past torch"
+    assert [one.index for one in joined.collectives] == list(range(1, 7))
+
+
+def test_ended_and_lone_communicators_are_left_out():
+    log = training({})[0]
+    for more in ({"closed_ns": 5}, {"size": 1, "rank": 0}):
+        (joined,) = with_communicators([told(log, [op(1, log.captured_ns)], **more)])
+        assert joined.collectives == log.collectives
+
+
+def test_the_communicators_of_ranks_by_hash():
+    logs = {log.rank: told(log, [], hash="c0ffee") for log in training({})}
+    logs[1] = told(logs[1], [], hash="beef")  # one more
+    assert hashes_of([[0, 1, 2, 3]], logs.values()) == {"c0ffee"}
+    assert hashes_of([[0, 1], [1, 0, 2, 3]], logs.values()) == set()
