@@ -16,7 +16,7 @@ from commlens.processes.process import has_torch
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Roster
-from commlens.watch.stall import reason_to_go_on
+from commlens.watch.stall_verdicts import reason_to_go_on
 
 KILL_AFTER_S: Final = 5.0
 

@@ -48,7 +48,7 @@ from commlens.watch.nodes.states_tree import TREE_ABOVE
 from commlens.watch.other_worlds import with_other_worlds
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import have_joined, one_run, read_logs
-from commlens.watch.stall import explains, leaves_standing
+from commlens.watch.stall_verdicts import explains, leaves_standing
 
 if TYPE_CHECKING:
     from commlens.diagnosis.action import Attempt

@@ -1,9 +1,26 @@
-"""Notices stalls, and decides when to diagnose one and when its verdict is new."""
+"""Notices stalls, and decides when to diagnose one and when its verdict is new.
+
+A wait begins with the oldest operation that a rank has not finished. What happens as it gets older:
+
+* ``limit``, learned from the job or 10 s: the check is *early*. Only what is proven is reported.
+* ``NOTICE_S``: if an early check proves nothing, an unusual wait gets a notice.
+* ``patience``, the stall timeout: a verdict that two checks have reached is reported.
+* shortly before the timeout of the process group: the verdict is reported and a dump saved at once.
+
+A rank that has finished while others wait brings the check at ``patience`` forward.
+
+The next check comes after
+
+* an early one that proves nothing: 2, 4, 8 s and so on, in time for the notice and for
+  ``patience``; 1 s while the job seems to stand still
+* a verdict that awaits its confirmation: 0.25 s
+* a verdict that is not new: 1 s, then twice as long each time, up to 20 s
+* a report: 1 s
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -17,15 +34,11 @@ from commlens.diagnosis.standstill import (
     may_go_on,
     stayed_ns,
 )
-from commlens.model.cause import Unrecorded
-from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
-from commlens.model.worlds import ONE_WORLD
 from commlens.processes.observer import WINDOW_S
-from commlens.text import naming_worlds, ranks_phrase
 from commlens.watch.roster import Member
-from commlens.watch.strangers import why_unrecorded
+from commlens.watch.stall_verdicts import identity_of, waited_for
 
 SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
 SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
@@ -58,6 +71,7 @@ FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank h
 # the second look and later ones are for devices, about which ranks ask seconds after they have
 # fallen quiet
 FINISHED_LOOKS: Final = 4
+_NEW_PAUSE_NS: Final = 2_000_000_000  # so long after the last one, a pause is another one
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
@@ -84,22 +98,29 @@ def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bo
 
 
 def timeout_lead_s(timeout_s: float) -> float:
-    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s, and
-    where it can be 2 s.
+    """Return how long before a process group's timeout the dump is made: 10% of it, at most 15 s,
+    at least 2 s, but never more than a quarter of a timeout below 8 s.
     """
     return min(TIMEOUT_LEAD_MAX_S, max(0.1 * timeout_s, min(TIMEOUT_LEAD_MIN_S, 0.25 * timeout_s)))
 
 
 class OpenWait(NamedTuple):
-    """The oldest operation that a rank has not finished."""
+    """The call in which a rank waits: its oldest collective in flight, an ``init`` that makes a
+    group, or a call that only the ``stack`` of the main thread shows.
+    """
 
     since_ns: int  # CLOCK_MONOTONIC
-    pid: int
+    pid: int  # below 0: of another node
     kind: Literal["collective", "init", "stack"]
     number: int = 0  # of a collective: its index
     timeout_s: float = 0.0  # of its process group; 0: unknown
     expires_ns: int = 0  # when that expires, CLOCK_MONOTONIC; 0: unknown
-    limit_s: float = 0.0  # learned from the job: a longer wait is looked at; 0: unknown
+    limit_s: float = 0.0  # set by StallLimit: a longer wait is looked at; 0: nothing is learned
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is of another node."""
+        return self.pid < 0
 
 
 def waits(members: Sequence[Member]) -> list[OpenWait]:
@@ -114,7 +135,9 @@ def waits(members: Sequence[Member]) -> list[OpenWait]:
         if status.oldest_index and status.oldest_mono_ns:
             # that of a group may be shorter
             own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
-            expires_ns = status.expires_mono_ns or status.oldest_mono_ns + int(own_s * 1e9)
+            expires_ns = status.expires_mono_ns
+            if own_s and not expires_ns:
+                expires_ns = status.oldest_mono_ns + int(own_s * 1e9)
             found.append(
                 OpenWait(
                     status.oldest_mono_ns,
@@ -134,17 +157,6 @@ def waits(members: Sequence[Member]) -> list[OpenWait]:
     return found
 
 
-def waited_for(verdict: Verdict) -> list[int]:
-    """Return the ranks that the others wait for. A verdict of kind waiting has no culprits, so they
-    are the group's other ranks.
-    """
-    if verdict.kind == "missing":
-        return verdict.culprits
-    if verdict.kind == "waiting" and verdict.group is not None:
-        return sorted(set(verdict.group.ranks) - set(verdict.victims))
-    return []
-
-
 def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
     """Return whether records agree that an operation has been in flight for nearly a timeout: a
     single word may be damaged.
@@ -157,145 +169,19 @@ def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
     )
 
 
-def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
-    """Return a line that says how a reported wait ended; empty if ranks gave up waiting and have
-    issued nothing since: they may be ending.
-
-    Args:
-        stall: whose wait has ended.
-        logs: of this node's ranks, with their newest records.
-        now_ns: CLOCK_MONOTONIC.
-    """
-    verdict, began_ns = stall.verdict, time.time_ns() - (now_ns - stall.since_ns)
-    late: list[int] = []
-    gave_up: list[int] = []
-    worlds = ONE_WORLD
-    if verdict is not None:
-        worlds, late = verdict.worlds, waited_for(verdict)
-        waited = {*verdict.victims, *verdict.culprits} if not worlds.are_several else set()
-        for log in logs:
-            ops = [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight]
-            if log.rank in waited and any(op.state is State.FAILED for op in ops):
-                gave_up.append(log.rank)
-                if ops[-1].state is State.FAILED:
-                    return ""
-    with naming_worlds(worlds):
-        what = (
-            f"{ranks_phrase(gave_up)} gave up waiting"
-            if gave_up
-            else f"{ranks_phrase(late)} arrived"
-            if late
-            else "the wait ended"
-        )
-    return f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on."
-
-
-def explains(death: Verdict, earlier: Verdict) -> bool:
-    """Return whether ranks that died held up the collective for which an earlier verdict named
-    others.
-    """
-    same = (
-        death.collective is not None
-        and death.collective == earlier.collective
-        and death.group == earlier.group
-    )
-    return (
-        death.kind == "dead"
-        and earlier.is_fault
-        and same
-        and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
-    )
-
-
-def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
-    """Return whether the verdict after a death says what an earlier one said, or only that ranks of
-    a job that hung were killed.
-
-    A user or the launcher kills them: Ctrl-C does so after half a minute.
-    """
-    deaths = [
-        finding for finding in death.findings if finding.kind == "dead" and finding.root_cause
-    ]
-    known = {*earlier.culprits, *earlier.victims}
-    were_killed = bool(deaths) and all(
-        each.why == "killed" and set(each.culprits) <= known for each in deaths
-    )
-    return earlier.is_fault and (were_killed or _fault(death) == _fault(earlier))
-
-
-def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
-    """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of
-    sight; "" if it may be.
-
-    A verdict may be certain that something is wrong for good, and of low confidence about who is to
-    blame.
-
-    Args:
-        verdict: of a fault.
-        members: the ranks of this node.
-        elsewhere: the ranks of other nodes whose evidence is known.
-    """
-    seen = [
-        member
-        for member in members
-        if member.here
-        and not member.unreadable
-        and (
-            member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))
-        )
-    ]
-    concerned: Iterable[int] = range(max((member.world_size for member in seen), default=0))
-    if verdict.group is not None and verdict.kind.startswith("mismatch"):
-        concerned = verdict.group.ranks if not verdict.worlds.are_several else concerned
-    known = {member.rank for member in seen} | elsewhere | _never_started(verdict)
-    if unseen := sorted(set(concerned) - known):
-        with naming_worlds(verdict.worlds):
-            return f"there is no record of {ranks_phrase(unseen)} here"
-    return (
-        "the verdict's confidence is low"
-        if verdict.confidence == "low" and not verdict.certain
-        else ""
-    )
-
-
-def _never_started(verdict: Verdict) -> set[int]:
-    """Return the ranks that belong on this node and were never started, by the verdict."""
-    cause = verdict.cause
-    if isinstance(cause, Unrecorded) and cause.reason == "not-started":
-        return {*cause.ranks}
-    return set()
-
-
-def _key(verdict: Verdict) -> tuple[object, ...]:
-    """Return a verdict's identity. The verdict is printed again only when this changes."""
-    return (verdict.is_fault and verdict.confidence == "low", *_fault(verdict))
-
-
-def _fault(verdict: Verdict) -> tuple[object, ...]:
-    """Return a verdict's fault without its confidence."""
-    collective = verdict.collective
-    group = verdict.group
-    return (
-        verdict.kind,
-        tuple(verdict.culprits or waited_for(verdict)),
-        (collective.op, collective.sequence_number) if collective else None,
-        (group.name, tuple(group.ranks)) if group else None,
-    )
-
-
 @dataclass
 class Stall:
     """One stall, from the first suspicion to its end."""
 
-    since_ns: int
+    since_ns: int  # CLOCK_MONOTONIC
     # keys of the verdicts that were printed
     reported: list[tuple[object, ...]] = field(default_factory=list)
     verdict: Verdict | None = None  # the last one printed
     # key of a verdict that was reached once and awaits confirmation
     pending: tuple[object, ...] | None = None
-    next_check: float = 0.0
-    interval_s: float = 1.0
-    dumps: int = 0
+    next_check: float = 0.0  # seconds, CLOCK_MONOTONIC
+    interval_s: float = 1.0  # until the next check that finds nothing new
+    dumps: int = 0  # that the watcher has saved
     early_looks: int = 0  # before the stall timeout
     is_mentioned: bool = False  # in a notice before the stall timeout
     standstill: Standstill = field(default_factory=Standstill)
@@ -320,12 +206,12 @@ class Check(NamedTuple):
     rank_finished: bool  # a rank has finished and others still wait: patience would not help
     # no wait is as long as the stall timeout, but one is longer than its limit: only what is proven
     # is reported
-    before_timeout: bool = False
-    notice_due: bool = False  # such a wait is unusual, and long enough to be mentioned
+    is_early: bool
+    notice_due: bool  # such a wait is unusual, and long enough to be mentioned
 
     @property
-    def is_early(self) -> bool:
-        """Whether the oldest wait may still last longer."""
+    def may_still_end(self) -> bool:
+        """Whether the oldest wait is shorter than the stall timeout."""
         return self.age_s < self.patience_s
 
 
@@ -342,11 +228,11 @@ def _check_of(
     longer than its limit.
     """
     over = [each for each in limits if each.waited_s >= each.limit_s]
-    before_timeout = age_s < patience_s - CONFIRM_S - SAMPLE_S and not finished and not timeout_s
-    if before_timeout and not over:
+    is_early = age_s < patience_s - CONFIRM_S - SAMPLE_S and not finished and not timeout_s
+    if is_early and not over:
         return None
     notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
-    return Check(now, age_s, patience_s, timeout_s, finished, before_timeout, notice_due)
+    return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
 
 
 class StallDetector:
@@ -370,19 +256,19 @@ class StallDetector:
         self._finished_looks = 0
 
     def add_pause(self, now_ns: int) -> bool:
-        """Note that the whole job is paused, and until now: nobody waited for a rank in that time.
-        Returns whether it has just begun.
+        """Note that the whole job has been paused until now: no rank waited for another one in that
+        time. Returns whether the pause is new.
         """
         known, self._resumed_ns = self._resumed_ns, now_ns
-        return now_ns - known > 2e9
+        return now_ns - known > _NEW_PAUSE_NS
 
     @property
     def resumed_ns(self) -> int:
         """When the job last went on after it was paused as a whole, CLOCK_MONOTONIC."""
         return self._resumed_ns
 
-    def pause_s(self, now_ns: int) -> float:
-        """Return how long until the next sample of a stall."""
+    def sample_every_s(self, now_ns: int) -> float:
+        """Return the time between samples of the processes, in seconds."""
         long = max(60.0, 3 * self._settings.stall_ceiling_s)
         return (
             SAMPLE_S
@@ -425,8 +311,10 @@ class StallDetector:
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
         limits = self._limits(waiting, now_ns, patience, is_first=steps == 0) if looks_early else []
-        if not (timeout_s or self._finished_due or _is_suspect(age, patience, limits)):
-            # else the job was paused meanwhile
+        has_finished = self._finished_due is not None
+        if not (timeout_s or has_finished or _is_suspect(age, patience, limits)):
+            # One that was reported is kept until take_ended(): its wait may be suspect again, and
+            # is not now because the job was paused.
             if self.stall is None or self.stall.verdict is None:
                 self.stall = None
             return None
@@ -468,7 +356,7 @@ class StallDetector:
             if wait.kind == "stack":  # it may be no wait
                 continue
             is_learned = wait.limit_s > 0 and not is_first
-            unknown_s = elsewhere_s if wait.pid < 0 else UNKNOWN_S
+            unknown_s = elsewhere_s if wait.is_elsewhere else UNKNOWN_S
             limit_s = wait.limit_s if is_learned else unknown_s
             waited_s = (now_ns - max(wait.since_ns, self._resumed_ns)) / 1e9
             if limit_s < patience:
@@ -490,7 +378,9 @@ class StallDetector:
                 continue
             if (wait.expires_ns - now_ns) / 1e9 <= timeout_lead_s(wait.timeout_s):
                 # one dump is enough for all that expire together
-                self._expiring.update((each.pid, each.number) for each in waiting)
+                self._expiring.update(
+                    (each.pid, each.number) for each in waiting if each.kind == "collective"
+                )
                 return wait.timeout_s
         return 0.0
 
@@ -519,11 +409,11 @@ class StallDetector:
         stall.standstill.look(logs if verdict is not None else [], check.now, others)
         is_certain = verdict is not None and cannot_go_on(verdict, logs, others)
         is_proven = is_certain and stall.standstill.is_proven
-        if verdict is not None and is_proven and _key(verdict) not in stall.reported:
+        if verdict is not None and is_proven and identity_of(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
             return True
         longest_s = _CERTAIN_EVERY_S if is_certain else RECHECK_MAX_S
-        next_s = min(2.0 ** min(stall.early_looks, 8), longest_s)
+        next_s = min(2.0 ** min(stall.early_looks, 8), longest_s)  # 2 ** 8 is above any longest
         if is_certain and stall.standstill.has_begun:
             next_s = STANDSTILL_EVERY_S
         elif not check.notice_due:
@@ -568,17 +458,17 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key = _key(verdict)
+        key = identity_of(verdict)
         is_wait = verdict.kind == "waiting" and (
-            check.is_early or self._is_known_wait(check, verdict)
+            check.may_still_end or self._is_known_wait(check, verdict)
         )
         if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait:
             self._add_nothing(stall, check, key)
             return False
-        is_early = check.is_early and not check.rank_finished
-        if not check.timeout_s and (key != stall.pending or is_early):
+        may_wait = check.may_still_end and not check.rank_finished
+        if not check.timeout_s and (key != stall.pending or may_wait):
             stall.pending = key
-            left_s = max(0.02, check.patience_s - check.age_s) if is_early else CONFIRM_S
+            left_s = max(0.02, check.patience_s - check.age_s) if may_wait else CONFIRM_S
             stall.next_check = check.now + min(CONFIRM_S, left_s)
             return False
         if verdict.kind == "waiting":
@@ -601,7 +491,7 @@ class StallDetector:
             )
 
     def _note_reported(self, stall: Stall, check: Check, verdict: Verdict) -> None:
-        stall.reported.append(_key(verdict))
+        stall.reported.append(identity_of(verdict))
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
         self._finished_due = None

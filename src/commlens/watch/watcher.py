@@ -63,11 +63,11 @@ from commlens.watch.stall import (
     OpenWait,
     Stall,
     StallDetector,
-    end_of_wait,
     waits,
     waits_recorded,
 )
 from commlens.watch.stall_limit import StallLimit
+from commlens.watch.stall_verdicts import end_of_wait
 from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
@@ -246,7 +246,7 @@ class Watcher:
 
     def _pause_s(self) -> float:
         if self._stalls.stall is not None:
-            return self._stalls.pause_s(time.monotonic_ns())
+            return self._stalls.sample_every_s(time.monotonic_ns())
         calm = (
             all(member.box is not None for member in self._roster.current())
             and time.monotonic() - self._started > CALM_AFTER_S
@@ -539,7 +539,8 @@ class Watcher:
             return
         line = ""
         if any(member.alive for member in members):
-            line = end_of_wait(ended, read_logs(list(members), {}, newest=_NEWEST)[0], now_ns)
+            logs, *_ = read_logs(list(members), {}, newest=_NEWEST)
+            line = end_of_wait(ended.verdict, ended.since_ns, logs, now_ns)
         if line:
             self.reporter.tell(line)
             self.reporter.stands = False
@@ -555,7 +556,7 @@ class Watcher:
             stall.next_check = check.now + 1.0  # observe them first
             return
         others = len(self._nodes.others)
-        few = check.before_timeout and others > TREE_ABOVE
+        few = check.is_early and others > TREE_ABOVE
         verdict = reporter.diagnose_few() if few else reporter.diagnose(stands_still=True)
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._over:
@@ -567,7 +568,7 @@ class Watcher:
             self._stalls.add_early(
                 check, verdict, reporter.logs, reporter.evidence.poses, rest_s=rest_s
             )
-            if check.before_timeout
+            if check.is_early
             else verdict is not None and self._stalls.add_verdict(check, verdict)
         )
         if verdict is not None:
@@ -591,7 +592,7 @@ class Watcher:
                 reporter.send_alert()
                 self._abort("stall", verdict)
         elif (
-            check.before_timeout
+            check.is_early
             and not is_mismatch
             and self._stalls.add_notice(check, verdict, reporter.logs)
         ):

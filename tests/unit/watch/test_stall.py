@@ -7,23 +7,19 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from builders import Job, Stay, at, training
 
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.model.verdict import GroupRef, Verdict
 from commlens.watch import stall as stall_module
 from commlens.watch.stall import (
     Check,
     StallDetector,
-    explains,
-    leaves_standing,
     patience_s,
     timeout_lead_s,
-    waited_for,
     waits,
 )
 
@@ -71,10 +67,10 @@ def test_a_stall_is_confirmed_and_reported_once() -> None:
         "samples are taken from now on"
     )
     check = update(detector, members, 109.9)
-    assert check is not None and check.is_early
+    assert check is not None and check.may_still_end
     assert not detector.add_verdict(check, MISSING), "the stall timeout is not over"
     check = update(detector, members, 110.1)
-    assert check is not None and not check.is_early
+    assert check is not None and not check.may_still_end
     assert detector.add_verdict(check, MISSING), "it came out twice"
     check = update(detector, members, 111.2)
     assert check is not None
@@ -101,32 +97,7 @@ def test_a_pause_of_the_whole_job_is_no_wait() -> None:
     assert update(detector, members, 112) is None
     assert update(detector, members, 116) is None
     check = update(detector, members, 117.1)
-    assert check is not None and not check.is_early
-
-
-def test_a_death_replaces_a_verdict_on_others_who_waited_for_it() -> None:
-    group, collective = GroupRef("0", "default_pg", [0, 1, 2, 3]), CollectiveRef("all_reduce", 1)
-    earlier = Verdict(
-        kind="missing",
-        root_cause=True,
-        culprits=[0, 3],
-        victims=[1],
-        group=group,
-        collective=collective,
-    )
-    death = Verdict(
-        kind="dead",
-        root_cause=True,
-        culprits=[2],
-        victims=[0, 1, 3],
-        group=group,
-        collective=collective,
-    )
-    assert explains(death, earlier)
-    assert not explains(msgspec.structs.replace(death, culprits=[3]), earlier), "it was named"
-    assert not explains(
-        msgspec.structs.replace(death, collective=CollectiveRef("all_reduce", 2)), earlier
-    )
+    assert check is not None and not check.may_still_end
 
 
 def test_another_verdict_is_another_report() -> None:
@@ -218,41 +189,6 @@ def test_when_a_rank_has_finished_the_others_are_checked_soon(alive: bool) -> No
         assert check is not None and detector.add_verdict(check, MISSING)
 
 
-def test_waited_for() -> None:
-    assert waited_for(MISSING) == [1]
-    assert waited_for(
-        Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))
-    ) == [1]
-    assert waited_for(Verdict(kind="cycle", culprits=[1])) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "why", "culprit", "stands"),
-    [
-        ("dead", "killed", 1, True),
-        ("dead", "killed", 0, True),
-        ("dead", "killed", 7, False),  # nobody knew of it: it may be the cause
-        ("dead", "out-of-memory", 1, False),
-        ("missing", "killed", 1, True),  # it says the same
-        ("missing", "killed", 0, False),
-    ],
-)
-def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(
-    kind: Any, why: Any, culprit: int, stands: bool
-) -> None:
-    finding = Finding(
-        kind=kind,
-        why=why,
-        root_cause=True,
-        culprits=[culprit],
-        victims=[],
-        confidence="high",
-        summary="",
-    )
-    death = Verdict(kind=kind, root_cause=True, culprits=[culprit], findings=[finding])
-    assert leaves_standing(death, MISSING) is stands
-
-
 class StillJob:
     """In place of the looks at a job: it is proven to stand still, or it is not."""
 
@@ -295,13 +231,13 @@ def early(
         if check is None:
             continue
         checks.append(tenth / 10)
-        add = detector.add_verdict if not check.before_timeout else None
+        add = detector.add_verdict if not check.is_early else None
         is_new = (
             add(check, verdict) if add else detector.add_early(check, verdict, logs, rest_s=rest_s)
         )
         if is_new:
             reports.append(tenth / 10)
-        elif check.before_timeout and detector.add_notice(check, verdict, logs):
+        elif check.is_early and detector.add_notice(check, verdict, logs):
             notices.append(tenth / 10)
     return checks, reports, notices
 
@@ -328,7 +264,7 @@ def test_nothing_is_proven_by_a_look_that_says_nothing_of_all_ranks() -> None:
         check = detector.update(members, waits(members), int((100 + tenth / 10) * S))
         if check is not None:
             break
-    assert check is not None and check.before_timeout
+    assert check is not None and check.is_early
     assert not detector.add_early(check, None, [])
     assert detector.stall is not None and detector.stall.next_check > check.now
     assert not detector.stall.standstill.has_begun
@@ -431,7 +367,7 @@ def test_a_wait_on_another_node_is_looked_at_after_ten_seconds() -> None:
     assert detector.update(members, elsewhere, 104 * S) is None and detector.stall is None
     assert detector.update(members, elsewhere, 106 * S) is None and detector.stall is not None
     check = detector.update(members, elsewhere, 111 * S)
-    assert check is not None and check.before_timeout and not check.notice_due
+    assert check is not None and check.is_early and not check.notice_due
 
 
 def test_a_wait_on_another_node_is_taken_for_one_in_the_place_where_ranks_wait_here() -> None:
