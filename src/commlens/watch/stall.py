@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from commlens.blackbox.reader import BoxStatus
 from commlens.config import AUTO, Settings
 from commlens.diagnosis.standstill import (
     NO_POSES,
@@ -123,6 +124,18 @@ class OpenWait(NamedTuple):
         return self.pid < 0
 
 
+def _collective_wait(pid: int, status: BoxStatus, usual_s: float) -> OpenWait:
+    """Return the wait in a collective; ``usual_s``: the timeout of most process groups."""
+    # that of its group may be shorter
+    own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
+    expires_ns = status.expires_mono_ns
+    if own_s and not expires_ns:
+        expires_ns = status.oldest_mono_ns + int(own_s * 1e9)
+    return OpenWait(
+        status.oldest_mono_ns, pid, "collective", status.oldest_index, own_s, expires_ns
+    )
+
+
 def waits(members: Sequence[Member]) -> list[OpenWait]:
     """Return the call in which each living rank waits, or seems to wait."""
     found: list[OpenWait] = []
@@ -133,21 +146,7 @@ def waits(members: Sequence[Member]) -> list[OpenWait]:
         if status is None or not member.alive or status.closed or status.left:
             continue
         if status.oldest_index and status.oldest_mono_ns:
-            # that of a group may be shorter
-            own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
-            expires_ns = status.expires_mono_ns
-            if own_s and not expires_ns:
-                expires_ns = status.oldest_mono_ns + int(own_s * 1e9)
-            found.append(
-                OpenWait(
-                    status.oldest_mono_ns,
-                    member.pid,
-                    "collective",
-                    status.oldest_index,
-                    own_s,
-                    expires_ns,
-                )
-            )
+            found.append(_collective_wait(member.pid, status, usual_s))
         elif status.in_setup:
             found.append(OpenWait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
