@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -253,3 +253,34 @@ def _value(text: str) -> Value:
 
 def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def common_answers(answers: Mapping[int, Answers]) -> Answers:
+    """Return one answer for all ranks to each read of a value that is the same on them: that of a
+    rank that knows the value, else that of the first one.
+
+    In a fake world each rank reads the content of its own buffer. If ranks read different ones,
+    they would take branches that no real run takes.
+    """
+    found: Answers = {}
+    for _, own in sorted(answers.items()):
+        for key, given in own.items():
+            known = found.setdefault(key, [])
+            known += given[len(known) :]
+            for place, answer in enumerate(given):
+                if answer[1] and not known[place][1]:
+                    known[place] = answer
+    return found
+
+
+def disagreeing(answers: Mapping[int, Answers], agreed: Answers) -> list[int]:
+    """Return the ranks that got another answer somewhere."""
+    return [
+        rank
+        for rank, own in sorted(answers.items())
+        if any(
+            repr(mine) != repr(theirs)  # NaN equals NaN
+            for key, given in own.items()
+            for (mine, _), (theirs, _) in zip(given, agreed[key], strict=False)
+        )
+    ]

@@ -1,13 +1,18 @@
 """Tests of src/commlens/check/branches.py."""
 
+import math
+
 import pytest
 
 from commlens.check.branches import (
+    Answers,
     Branch,
     BranchLine,
     Choice,
     Moment,
     combinations,
+    common_answers,
+    disagreeing,
     doubtful,
     merged,
     number_of_combinations,
@@ -129,3 +134,23 @@ def test_a_value_that_some_ranks_received_may_be_known_to_the_others() -> None:
 def test_a_value_of_its_own_may_differ_from_what_others_have_alike() -> None:
     own = BranchLine(frame(9), "truth", taken=(True,))
     assert doubtful([[own], [BranchLine(frame(9), "truth", alike=True, taken=(False,))]])
+
+
+KEY = "train.py", 81, "bool", ()
+
+
+def test_a_rank_that_knows_the_value_decides() -> None:
+    answers: dict[int, Answers] = {
+        0: {KEY: [(False, False), (False, False)]},
+        1: {KEY: [(True, True)]},
+        2: {KEY: [(True, False), (False, False), (True, False)]},
+    }
+    agreed = common_answers(answers)
+    assert agreed == {KEY: [(True, True), (False, False), (True, False)]}
+    assert disagreeing(answers, agreed) == [0]
+
+
+def test_ranks_that_read_elsewhere_do_not_disagree() -> None:
+    answers: dict[int, Answers] = {0: {KEY: [(math.nan, False)]}, 1: {KEY: [(math.nan, False)]}}
+    assert disagreeing(answers, common_answers(answers)) == []
+    assert disagreeing({2: {}}, common_answers(answers)) == []

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 from object_chain import SIZE, chain
 
 from commlens.check import processes
-from commlens.check.branches import Answers
-from commlens.check.processes import RankProcesses, common_answers, disagreeing
+from commlens.check.processes import RankProcesses
 from commlens.check.run_rank import warm_up
 
 
@@ -54,23 +52,3 @@ def test_others_need_not_import_what_a_first_rank_that_waits_imported(
     warm_up()
     RankProcesses(chain(tmp_path)).sequences_of([1, 2])
     assert len(imported) == 1
-
-
-KEY = "train.py", 81, "bool", ()
-
-
-def test_a_rank_that_knows_the_value_decides() -> None:
-    answers: dict[int, Answers] = {
-        0: {KEY: [(False, False), (False, False)]},
-        1: {KEY: [(True, True)]},
-        2: {KEY: [(True, False), (False, False), (True, False)]},
-    }
-    agreed = common_answers(answers)
-    assert agreed == {KEY: [(True, True), (False, False), (True, False)]}
-    assert disagreeing(answers, agreed) == [0]
-
-
-def test_ranks_that_read_elsewhere_do_not_disagree() -> None:
-    answers: dict[int, Answers] = {0: {KEY: [(math.nan, False)]}, 1: {KEY: [(math.nan, False)]}}
-    assert disagreeing(answers, common_answers(answers)) == []
-    assert disagreeing({2: {}}, common_answers(answers)) == []
