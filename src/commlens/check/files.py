@@ -58,6 +58,7 @@ class Files:
                 patches.wrap(owner, name, instead)
         patches.replace_aliases()
 
+    # looks inside of this one, if Python makes any, are for the same path
     def _look(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> bool:
         found = bool(original(path, *args, **kwargs))
         self._note(path, int(found))
@@ -75,40 +76,42 @@ class Files:
         return opened
 
     def _list(self, original: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        names: list[str] = []
-        with contextlib.suppress(OSError), self._outermost_look() as outermost:
-            names = os.listdir(path) if outermost else names  # noqa: PTH208 - numbers, too
-        self._note(path, _checksum(names), "/*")
-        with self._outermost_look():
+        if not self._here.is_looking:
+            names: list[str] = []
+            # a listing of its own: those of scandir and iterdir are lazy
+            with contextlib.suppress(OSError), self._looking():
+                names = os.listdir(path)  # noqa: PTH208 - it may be a file descriptor
+            self._note(path, _checksum(names), "/*")
+        with self._looking():
             return original(path, *args, **kwargs)
 
     def _match(self, original: Any, path: Any, *pattern: Any, **kwargs: Any) -> Any:
         """Note the files that ``glob.glob(pattern)`` or ``path.glob(pattern)`` finds."""
-        with self._outermost_look():
+        with self._looking():
             found = list(original(path, *pattern, **kwargs))
         of_path, name = isinstance(path, pathlib.Path), original.__name__
         self._note(path, _checksum(found), f"/{name} {pattern} {kwargs}" if of_path else "")
         return iter(found) if of_path or name == "iglob" else found
 
     @contextlib.contextmanager
-    def _outermost_look(self) -> Iterator[bool]:
-        """Leave out the looks that torch makes inside of a look. Yield whether this is the
-        outermost one.
-        """
+    def _looking(self) -> Iterator[None]:
+        """Leave out the looks that Python makes inside of a look: glob calls scandir."""
         outer, self._here.is_looking = self._here.is_looking, True
         try:
-            yield not outer
+            yield
         finally:
             self._here.is_looking = outer
 
     def _note(self, path: Any, found: int, below: str = "") -> None:
         if self._here.is_looking or not isinstance(path, (str, os.PathLike)):
             return
-        source = _user_frame(sys._getframe(3))
+        # _note <- _look, _open, _list or _match <- the wrapper of Patches <- the caller
+        source = _asking_line(sys._getframe(3))
         if source is None:
             return
-        # A path that cannot be looked up, such as one that is too long, is a file on no rank.
-        with self._outermost_look(), contextlib.suppress(OSError):
+        # A path that cannot be looked up, such as one that is too long, is a file on no rank. A
+        # directory matters only by what it holds.
+        with self._looking(), contextlib.suppress(OSError):
             file = pathlib.Path(path).absolute()
             if below or not file.is_dir():
                 self.looks.setdefault(f"{file}{below}", FileLook(found, source))
@@ -134,7 +137,7 @@ def misses_a_file(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _user_frame(frame: FrameType | None) -> Frame | None:
+def _asking_line(frame: FrameType | None) -> Frame | None:
     """Return the line of the user that called, if no library is in between."""
     while frame is not None and kind_of_file(frame.f_code.co_filename) in _PASSED_OVER:
         if "importlib" in frame.f_code.co_filename:

@@ -77,8 +77,8 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
         plan: the program and its world.
         rank: the rank to play.
         shared: the values that other ranks have shared.
-        wait: called with the run so far where the rank needs a value that is not in ``shared``. It
-            returns when ``shared`` has the value, or has it among those that no rank gives.
+        wait: called with the run so far where the rank needs a value that is not in ``shared``;
+            blocks until ``shared`` has the value, or has it among those that no rank gives.
     """
     torch.set_num_threads(1)  # the threads of a pool do not survive a fork
     sequence = RankSequence(rank, plan.world_size)
@@ -93,6 +93,7 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
     exchange = CheckExchange(rank, shared.messages, recorder.guess)
     values = Values(plan.world_size, plan.choices, shared.answers, plan.number, exchange)
 
+    # wait_for, objects and run_so_far refer to one another; none is used before all exist
     def wait_for(need: Need) -> None:
         with _time_stopped():
             wait(run_so_far(need))
@@ -101,7 +102,7 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
 
     def run_so_far(need: Need | None = None) -> Run:
         return Run(
-            # while it waits, without what it has done so far: that is much
+            # of a rank that waits, an empty one: the sequence so far is large to send
             sequence if need is None else RankSequence(rank, plan.world_size),
             objects.sent | exchange.gave,
             objects.keys,
@@ -119,11 +120,12 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
     files = Files()
     buffers = BufferWatch(preview=True, backend=plan.backend)
     with world:
+        # these patches stay: nothing but this run happens in the process
         _patch_system()
         files.install(Patches())
         recorder.attach()
         buffers.start()
-        values.__enter__()  # stays: nothing but this run happens in the process
+        values.__enter__()
         try:
             with _time_limit(plan.timeout_s, recorder, sequence):
                 plan.program()
@@ -203,7 +205,7 @@ def _patch_system() -> None:
 
 def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseException) -> None:
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code == 0:
             return
         sequence.exit_code = code
