@@ -19,6 +19,7 @@ Each class has a ``slug``, its heading in docs/errors.md.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -126,6 +127,14 @@ class MissingDependency(CommlensError):
         """
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
         return cls(f"{feature} needs torch, which {reason}: pip install torch")
+
+
+def require_torch(feature: str) -> None:
+    """Raise a MissingDependency if torch, which the feature needs, is not installed. torch is not
+    imported.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch(feature)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from commlens.errors import MissingDependency
+from commlens.errors import require_torch
 
 
 class BuildNativeCommand:
@@ -30,10 +30,7 @@ class BuildNativeCommand:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        import importlib.util
-
-        if importlib.util.find_spec("torch") is None:
-            raise MissingDependency.torch("commlens build-native")
+        require_torch("commlens build-native")
         from commlens.native import build
 
         directory = Path(arguments.output).expanduser() if arguments.output else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from typing import Any
 
 from commlens import helper_process
 from commlens.commands.table import print_table
-from commlens.errors import CommandError, MissingDependency
+from commlens.errors import CommandError, require_torch
 from commlens.model.verdict import Verdict
 from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
 from commlens.text import ranks_phrase
@@ -73,8 +72,7 @@ class DemoCommand:
                 f"The scenario {scenario.name} runs with {worlds} processes, not {world_size}:"
                 " change --nproc-per-node."
             )
-        if importlib.util.find_spec("torch") is None:
-            raise MissingDependency.torch("commlens demo")
+        require_torch("commlens demo")
         reason = scenario.impossible()
         if reason is not None:
             if arguments.scenario is not None:

@@ -8,7 +8,6 @@ other. Importing it does not import torch.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from commlens import config, launchers
 from commlens.capture import session
 from commlens.capture.init_hooks import safely
 from commlens.capture.session import expect_slow
-from commlens.errors import CommandError, ConfigError, MissingDependency
+from commlens.errors import CommandError, ConfigError, require_torch
 from commlens.launch import torch_recorder
 from commlens.launch.new_warnings import new_warnings
 from commlens.native import nccl_profiler
@@ -63,7 +62,7 @@ def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
         ConfigError: a setting is unknown or has a bad value.
         MissingDependency: torch is not installed.
     """
-    _require_torch("commlens.enable()")
+    require_torch("commlens.enable()")
     if verify is not None and settings.setdefault("debug", verify) != verify:
         raise ConfigError(
             "commlens.enable got both verify and debug, which are two names for one setting: give"
@@ -116,7 +115,7 @@ def verify() -> Iterator[None]:
         DistributedOperationException: inside, at a collective that would go wrong.
         MissingDependency: torch is not installed.
     """
-    _require_torch("commlens.verify()")
+    require_torch("commlens.verify()")
     if not session.is_started():
         start_from_environment()
     session.enter_verification()
@@ -244,11 +243,6 @@ def _is_child_of(program: bytes) -> bool:
     with contextlib.suppress(OSError):
         return program in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     return False
-
-
-def _require_torch(caller: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency.torch(caller)
 
 
 def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:

@@ -4,14 +4,13 @@ tracer.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from commlens.config import is_switched_on
-from commlens.errors import MissingDependency
+from commlens.errors import require_torch
 from commlens.launch import worker
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ def run(
         CommandError: the program cannot be read, or ``steps`` is not a range of steps.
         MissingDependency: torch is not installed.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency.torch("commlens trace")
+    require_torch("commlens trace")
     worker.check_program(program, module=module)
     if is_switched_on(os.environ):
         worker.record_here()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
-import importlib.util
 import os
 import re
 import runpy
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from commlens.capture.uncaught import hide_our_frames
-from commlens.errors import CommandError, CommlensError, MissingDependency
+from commlens.errors import CommandError, CommlensError, MissingDependency, require_torch
 from commlens.launch import autoload
 
 _STARTER = re.compile(
@@ -55,8 +54,7 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
         module: run it as ``python -m``.
         environment: the variables to add.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency.torch("commlens run")
+    require_torch("commlens run")
     os.environ.update(environment)
     os.environ["COMMLENS"] = "1"
     reason = autoload.obstacle()

@@ -5,7 +5,6 @@ behind, whatever happens.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pickle
 import signal
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 from commlens import config
 from commlens.blackbox import job_dirs
-from commlens.errors import CommandError, MissingDependency, RanksFailed
+from commlens.errors import CommandError, RanksFailed, require_torch
 from commlens.model.verdict import Verdict
 from commlens.testing.observer_client import PREFIX, ObserverClient
 from commlens.text import exit_phrase, ranks_phrase, verb
@@ -93,8 +92,7 @@ def run_on_ranks(
         raise CommandError(
             f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}."
         )
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency.torch("run_on_ranks")
+    require_torch("run_on_ranks")
     if backend == "fake":
         return [_call_in_fake_world(function, args, world_size)]
     call = _pickled_call(function, args)

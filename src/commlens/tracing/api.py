@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Literal
 
-from commlens.errors import MissingDependency
+from commlens.errors import require_torch
 
 if TYPE_CHECKING:
     from commlens.tracing.session import LiveTrace
@@ -36,8 +35,7 @@ def trace(
         MissingDependency: torch is not installed.
         CommandError: ``steps`` is not a range of steps.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency.torch("commlens.trace()")
+    require_torch("commlens.trace()")
     from commlens.tracing.session import LiveTrace
 
     return LiveTrace(depth=depth, steps=steps, whole_steps=whole_steps)
