@@ -148,7 +148,7 @@ class ViewCommand:
                 write_whole(Path(arguments.csv), text.encode(), overwrite=arguments.force)
                 _print_note(f"Wrote {arguments.csv}: {len(rows)} rows.")
         if arguments.perfetto:
-            from commlens.reports.converted.perfetto import trace_to_perfetto
+            from commlens.reports.converted.perfetto_traces import trace_to_perfetto
 
             content, left_out = trace_to_perfetto(
                 (trace.data.rank, trace.data.started_unix_ns, trace.to_rows()) for trace in ranks

@@ -15,7 +15,6 @@ from traces import Recorder, one_event, training
 import commlens
 from commlens import commands
 from commlens.model.trace import TracedModule
-from commlens.reports.converted.perfetto import trace_to_perfetto
 from commlens.traces.rows import COLUMNS
 from conftest import RunCommlens
 
@@ -221,26 +220,6 @@ def test_perfetto(folder, tmp_path, capsys):
     )
     assert issue["ts"] == 1000.0 + 3  # rank 3's trace began 3 us after rank 0's
     assert run(capsys, "view", folder, "--perfetto", tmp_path / "p.json")[0] == 2
-
-
-def test_perfetto_slices_of_a_track_nest(tmp_path):
-    data = training(steps=1)
-    for number, event in enumerate(data.events):  # every wait ends while the next ones go on
-        event.wait_ended_ns = event.started_ns + 250_000 + number
-    content, left_out = trace_to_perfetto([(0, 0, commlens.Trace(data).to_rows())])
-    assert left_out == 0
-    tracks: dict[int, list[tuple[float, float]]] = {}
-    for event in json.loads(content)["traceEvents"]:
-        if event["ph"] == "X":
-            tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(tracks) > 1
-    for spans in tracks.values():
-        open_ends: list[float] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while open_ends and open_ends[-1] <= start:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1] + 1e-6
-            open_ends.append(end)
 
 
 def test_summarised_events_have_no_times(tmp_path, capsys):

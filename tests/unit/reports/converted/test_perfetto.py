@@ -15,7 +15,7 @@ from traces import training
 import commlens
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted import perfetto
-from commlens.reports.converted.perfetto import trace_to_perfetto
+from commlens.reports.converted.perfetto_traces import trace_to_perfetto
 
 
 def of_traces(late_waits: bool = False) -> bytes:
