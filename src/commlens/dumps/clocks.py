@@ -10,7 +10,7 @@ makes no difference: all times of a black box are monotonic, with one offset to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -20,14 +20,26 @@ from commlens.model.ops import NEEDS_ALL
 from commlens.model.ranklog import RankLog
 from commlens.text import duration
 
-_RANKS_PER_HOST: Final = 2  # whose collectives are compared: any rank of a host tells of its clock
+_RANKS_PER_HOST: Final = 2  # whose collectives are compared: all ranks of a host have its clock
 _WORTH_A_WORD_NS: Final = 100_000_000
-_NEWEST: Final = 256  # collectives of each of them: clocks drift apart by some 10 us a second
+_NEWEST: Final = 256  # collectives of each rank: clocks drift apart by some 10 us a second
 
-_Met = dict[tuple[ChannelKey, int], tuple[int, int]]
-"""By channel and sequence number: when the last rank had issued it and when the first had completed
-it, Unix ns.
-"""
+
+class _Meeting(NamedTuple):
+    """The times of a collective that ranks completed together, Unix ns."""
+
+    issued_ns: int  # by the last rank
+    completed_ns: int  # by the first one
+
+    def joined(self, other: _Meeting) -> _Meeting:
+        """Return the times over the ranks of both."""
+        return _Meeting(
+            max(self.issued_ns, other.issued_ns), min(self.completed_ns, other.completed_ns)
+        )
+
+
+_Meetings = dict[tuple[ChannelKey, int], _Meeting]
+"""By channel and sequence number."""
 
 
 def correct_clocks(logs: Sequence[RankLog]) -> list[str]:
@@ -66,22 +78,23 @@ def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
                 waiting.append(host)
                 continue
             least, most = bounds
+            # contradictory bounds show nothing
             offset = 0 if least <= 0 <= most or least > most else (least + most) // 2
             if offset:
                 ahead[host] = offset
                 for log in by_host[host]:
                     _shift(log, -offset)
-            for key, (issued, completed) in met.items():
-                known = aligned.get(key, (issued - offset, completed - offset))
-                aligned[key] = (max(known[0], issued - offset), min(known[1], completed - offset))
+            for key, (issued_ns, completed_ns) in met.items():
+                corrected = _Meeting(issued_ns - offset, completed_ns - offset)
+                aligned[key] = corrected.joined(aligned.get(key, corrected))
         if len(waiting) == len(hosts):
             break  # nothing connects them with the others
         hosts = waiting
     return ahead
 
 
-def _meetings(logs: Sequence[RankLog]) -> _Met:
-    met: _Met = {}
+def _meetings(logs: Sequence[RankLog]) -> _Meetings:
+    met: _Meetings = {}
     for log in [log for log in logs if log.collectives][:_RANKS_PER_HOST]:
         for op in log.collectives[-_NEWEST:]:
             completed = op.done_ns or op.wait_ended_ns
@@ -93,18 +106,19 @@ def _meetings(logs: Sequence[RankLog]) -> _Met:
             ):
                 continue
             key = (op.channel.key, op.sequence_number)
-            known = met.get(key, (op.announced_ns, completed))
-            met[key] = (max(known[0], op.announced_ns), min(known[1], completed))
+            own = _Meeting(op.announced_ns, completed)
+            met[key] = own.joined(met.get(key, own))
     return met
 
 
-def _bounds(ours: _Met, theirs: _Met) -> tuple[int, int] | None:
+def _bounds(ours: _Meetings, theirs: _Meetings) -> tuple[int, int] | None:
     """Return by how much their clock is ahead of ours at least and at most, in ns."""
-    pairs = [(ours[key], met) for key, met in theirs.items() if key in ours]
+    pairs = [(ours[key], other) for key, other in theirs.items() if key in ours]
     if not pairs:
         return None
-    return max(issued - mine[1] for mine, (issued, _) in pairs), min(
-        completed - mine[0] for mine, (_, completed) in pairs
+    return (
+        max(other.issued_ns - mine.completed_ns for mine, other in pairs),
+        min(other.completed_ns - mine.issued_ns for mine, other in pairs),
     )
 
 
