@@ -37,7 +37,7 @@ from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.lost import SILENT_S, as_evidence, logs_of_vanished, vanished
+from commlens.watch.nodes.lost import as_evidence, find_vanished, logs_of_vanished
 from commlens.watch.nodes.remote_evidence import (
     first_records_of_each,
     more_records_of_each,
@@ -65,6 +65,8 @@ MANY_NODES = 16  # from more than these, only the newest records of each rank ar
 WAITERS_ASKED = 8
 _PY_SPY_WAIT_S = 0.8
 _DIVERGED_MAX: Final = 50  # findings in one verdict
+# a node that has been silent for this long while it was asked for evidence is not just slow
+_NODE_SILENT_S: Final = 2.0
 _HANDED_OVER: Final = f"{job_dirs.NUMBERS_VERDICT}*"
 ALERTS_END_S = 8.0
 """How long the end of the job may wait for commands that got verdicts."""
@@ -173,8 +175,8 @@ class Evidence:
         return self._joined([*here, *remote], [*problems, *more])
 
     def _joined(self, logs: list[RankLog], problems: list[str]) -> tuple[list[RankLog], list[str]]:
-        self.lost = self.nodes.lost(SILENT_S)
-        self.vanished = vanished(self.lost, logs)
+        self.lost = self.nodes.lost(_NODE_SILENT_S)
+        self.vanished = find_vanished(self.lost, logs)
         clocks = correct_clocks(logs)
         logs = one_run(logs)
         return with_other_worlds(logs, self._roster.folders), [*problems, *clocks]

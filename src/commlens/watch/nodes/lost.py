@@ -16,35 +16,36 @@ from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.nodes.known_nodes import Lost
 
-# a node that has been silent for this long while it was asked for evidence is not just slow
-SILENT_S: Final = 2.0
 _SAME_MOMENT_S: Final = 3.0
 
 
-def vanished(lost: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]:
+def find_vanished(silent: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]:
     """Return the nodes that have vanished.
 
     Args:
-        lost: the nodes that are silent.
+        silent: the nodes that are silent.
         logs: of all ranks whose evidence is known.
     """
     now_ns = time.time_ns()
-    closed_s = [(now_ns - moment) / 1e9 for moment in map(_connection_closed_ns, logs) if moment]
+    closed_ago_s = [
+        (now_ns - moment) / 1e9 for moment in map(_connection_closed_ns, logs) if moment
+    ]
     return [
         node
-        for node in lost
+        for node in silent
         if node.by_itself
         and any(
-            # its last value may have been written before it was read, and it may have ended later
+            # Its last value may be up to one reading period older than when it was read, and the
+            # node may have lived as long after its last value.
             abs(ago - node.silent_s) < _SAME_MOMENT_S + 2 * node.read_every_s
-            for ago in closed_s
+            for ago in closed_ago_s
         )
     ]
 
 
 def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[RankLog]:
-    """Return logs that say that the ranks of vanished nodes are gone, as far as these ``logs`` do
-    not know them.
+    """Return a log for each rank of the vanished nodes that has none in ``logs``; it says that the
+    rank is gone.
     """
     known = {log.rank for log in logs}
     found: list[RankLog] = []
@@ -65,16 +66,16 @@ def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[Ran
     return found
 
 
-def as_evidence(lost: Sequence[Lost], gone: Sequence[Lost]) -> list[LostNode]:
-    """Return the lost nodes in the form that the diagnosis reads.
+def as_evidence(silent: Sequence[Lost], vanished: Sequence[Lost]) -> list[LostNode]:
+    """Return the silent nodes in the form that the diagnosis reads.
 
     Args:
-        lost: the nodes that are silent.
-        gone: those of them that have vanished.
+        silent: the nodes that are silent.
+        vanished: those of them that have vanished.
     """
     return [
-        LostNode(node.beat.host, list(node.beat.ranks), node.silent_s, node in gone)
-        for node in lost
+        LostNode(node.beat.host, list(node.beat.ranks), node.silent_s, node in vanished)
+        for node in silent
     ]
 
 

@@ -11,7 +11,7 @@ from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.lost import vanished
+from commlens.watch.nodes.lost import find_vanished
 
 CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:41234"
 
@@ -37,4 +37,4 @@ def test_a_node_has_vanished_if_connections_were_closed_at_that_moment(
     silent_s: float, read_every_s: float, *, has_vanished: bool
 ) -> None:
     node = Lost(Beat(1, "n1", [1]), silent_s, by_itself=True, read_every_s=read_every_s)
-    assert vanished([node], closed_connection(10.0)) == [node] * has_vanished
+    assert find_vanished([node], closed_connection(10.0)) == [node] * has_vanished
