@@ -1,4 +1,4 @@
-"""Training over several process groups, in a legal order or in one that deadlocks."""
+"""Training over several process groups, in a legal order or in one that deadlocks. Each fault has a function, for its marked line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from commlens.scenarios import lab
 from commlens.scenarios.truth import culprit_rank
 
 
-def sync_statistics(statistics: torch.Tensor, group: dist.ProcessGroup | None, step: int) -> None:
-    dist.all_reduce(statistics, group=group)  # fault: swap-two-groups
+def sync_statistics(value: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.all_reduce(value, group=group)  # fault: swap-two-groups
 
 
 def exchange(value: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -19,17 +19,15 @@ def exchange(value: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def halves(rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return this rank's group of even or odd ranks, and its group of the first or second half."""
-    mine: list[dist.ProcessGroup] = []
-    for members in (
+    chosen: list[dist.ProcessGroup] = []
+    for division in (
         [[r for r in range(world_size) if r % 2 == k] for k in (0, 1)],
         [range(world_size // 2), range(world_size // 2, world_size)],
     ):
-        for ranks in members:
-            group = dist.new_group(list(ranks), group_desc="stride" if len(mine) == 0 else "block")
-            if rank in ranks:
-                chosen = group
-        mine.append(chosen)
-    return mine[0], mine[1]
+        description = "stride" if not chosen else "block"
+        groups = [(ranks, dist.new_group(list(ranks), group_desc=description)) for ranks in division]
+        chosen += [group for ranks, group in groups if rank in ranks]  # exactly one
+    return chosen[0], chosen[1]
 
 
 def asynchronously(rank: int, value: torch.Tensor, first: dist.ProcessGroup, second: dist.ProcessGroup) -> torch.Tensor:
@@ -54,6 +52,7 @@ def main() -> None:
     stride, block = halves(rank, world_size) if name == "healthy-subgroups" else (gradients, statistics)
     edges: list[tuple[list[int], dist.ProcessGroup]] = []
     if name == "swap-three-groups":
+        # Each rank is in two edges; the culprit a takes them in the other order, which closes a cycle of three.
         a = culprit_rank(world_size)
         b, c = a - 1, a + 1
         edges = [(pair, dist.new_group(pair, group_desc=f"edge-{pair[0]}-{pair[1]}")) for pair in ([b, a], [b, c], [a, c])]
@@ -67,16 +66,16 @@ def main() -> None:
             shown = asynchronously(rank, shown, gradients, statistics)
             lab.average_gradients(model, gradients)
         elif name == "swap-three-groups":
-            mine = [group for pair, group in edges if rank in pair]
-            for group in reversed(mine) if lab.strikes(name, step) else mine:
+            own_edges = [group for pair, group in edges if rank in pair]
+            for group in reversed(own_edges) if lab.strikes(name, step) else own_edges:
                 exchange(shown, group)
             lab.average_gradients(model, gradients)
         elif lab.strikes("swap-two-groups", step):
-            sync_statistics(shown, statistics, step)
+            sync_statistics(shown, statistics)
             lab.average_gradients(model, gradients)
         else:
             lab.average_gradients(model, gradients)
-            sync_statistics(shown, statistics, step)
+            sync_statistics(shown, statistics)
         optimizer.step()
         lab.report(step, shown)
     lab.finish(model)
