@@ -66,10 +66,10 @@ def examine(config_file: str | None = None) -> Report:
         ),
         ("torch", _torch),
         ("backends", _backends),
-        ("GPUs", _gpus),
+        ("GPUs", _if_torch(_gpus)),
         ("engine", lambda report: _engine(report, resolved)),
-        ("recorder", _torch_recorder),
-        ("completion", _completion),
+        ("recorder", _if_torch(_torch_recorder)),
+        ("completion", _if_torch(_completion)),
         ("NCCL's plugin", lambda report: _nccl_plugin(report, resolved)),
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
@@ -88,6 +88,10 @@ def examine(config_file: str | None = None) -> Report:
 
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
+
+
+def _if_torch(check: Callable[[Report], str]) -> Callable[[Report], str]:
+    return lambda report: check(report) if _has_torch() else "unknown without torch"
 
 
 def _torch(report: Report) -> str:
@@ -121,6 +125,7 @@ def _torch(report: Report) -> str:
 def _backends(report: Report) -> str:
     if not _has_torch():
         return "none without torch"
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -131,8 +136,6 @@ def _backends(report: Report) -> str:
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     found = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
     if "nccl" in found:
-        import torch
-
         found[found.index("nccl")] = (
             f"nccl {'.'.join(str(part) for part in torch.cuda.nccl.version())}"
         )
@@ -140,8 +143,6 @@ def _backends(report: Report) -> str:
 
 
 def _gpus(_: Report) -> str:
-    if not _has_torch():
-        return "unknown without torch"
     import torch
 
     if not torch.cuda.is_available():
@@ -180,8 +181,6 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
 
 
 def _torch_recorder(report: Report) -> str:
-    if not _has_torch():
-        return "unknown without torch"
     from commlens.tap import torch_offers
 
     offers = torch_offers.offers()
@@ -203,14 +202,12 @@ def _torch_recorder(report: Report) -> str:
                 " nothing tells which are complete."
             )
     lines = [f"torch's own: {default}; read through {' and '.join(offers.dumps)}"]
-    extras = []
-    if offers.takes_backend:
-        extras.append("a recorder for each backend")
-    if offers.future_result:
-        extras.append("the result of an asynchronous collective without asking the device")
-    if offers.hooks:
-        extras.append("hooks before and after each collective")
-    if extras:
+    possible = {
+        "a recorder for each backend": offers.takes_backend,
+        "the result of an asynchronous collective without asking the device": offers.future_result,
+        "hooks before and after each collective": offers.hooks,
+    }
+    if extras := [words for words, has in possible.items() if has]:
         lines.append(f"this torch also offers {', '.join(extras)}")
     return "\n".join(lines)
 
@@ -225,8 +222,6 @@ _COMPLETION: Final = {
 
 def _completion(_: Report) -> str:
     """Return how it is learned what completed on each backend of this torch."""
-    if not _has_torch():
-        return "unknown without torch"
     from commlens.tap import torch_offers
 
     completion = torch_offers.offers().completion
