@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from _gpu_checks import HERE, Bench, Check, Finds, Judged, NoResultError, SkippedError
-from _gpu_machine import Ended
+from _gpu_machine import REPOSITORY, Ended
 from _gpu_rank import open_devices
 
 PROGRAM = HERE / "_gpu_program.py"
@@ -116,11 +116,79 @@ def launched(case: str, model: str, *options: str, **environ: str) -> Callable[[
             "err": shortened(ended.err),
             "ranks": texts_of(logs, "**/stderr.log"),
         }
+        if "--nccl-profiler" in options:
+            finds["told_by_nccl"] = told_by_nccl(bench, folder / "dumps")
         if case == "healthy" and finds["ended_well"] != 2:
             raise NoResultError(ended.reason, hung=ended.status is None)
         return finds
 
     return measure
+
+
+def with_plugin(measure: Callable[[Bench], Finds]) -> Callable[[Bench], Finds]:
+    """Return a check for which NCCL's plugin is built first, where it was not."""
+
+    def build_and_measure(bench: Bench) -> Finds:
+        folder = REPOSITORY / "src" / "commlens" / "native"
+        if not list(folder.glob("_nccl_profiler*.so")):
+            source, library = folder / "_nccl_profiler.c", folder / "_nccl_profiler.abi3.so"
+            flags = ["-O2", "-std=c11", "-fPIC", "-shared", "-fvisibility=hidden"]
+            command = ["cc", *flags, "-Wl,-z,nodelete", str(source), "-o", str(library), "-ldl"]
+            ended = bench.processes.run(command, 30)
+            if ended.status != 0:
+                raise SkippedError(f"the plugin could not be built: {ended.reason}")
+        return measure(bench)
+
+    return build_and_measure
+
+
+READ_NCCL = """
+import json, sys
+from commlens.diagnosis.select.communicators import with_communicators
+from commlens.dumps.read import read_evidence
+
+found = []
+for log in with_communicators(read_evidence(sys.argv[1]).logs):
+    told = log.nccl
+    found.append({
+        "rank": log.rank,
+        "level": told.level if told else None,
+        "nccl": told.nccl_version if told else None,
+        "other_nccl": bool(told and told.is_other_nccl),
+        "lost": told.lost if told else 0,
+        "communicators": [
+            [each.name, each.hash, each.size, each.collectives, each.finished]
+            for each in (told.communicators if told else ())
+        ],
+        "records": len([op for op in log.collectives if op.channel.runs_ahead]),
+        "joined": len([op for op in log.collectives if op.nccl]),
+        "past_torch": len([op for op in log.collectives if op.channel.library]),
+    })
+print(json.dumps(found))
+"""
+
+
+def told_by_nccl(bench: Bench, dumps: Path) -> list[Finds]:
+    """Return what NCCL told each rank, and how much of it joined torch's records."""
+    ended = bench.processes.run([sys.executable, "-c", READ_NCCL, str(dumps)], 30)
+    with contextlib.suppress(ValueError):
+        return list(json.loads(ended.out))
+    return []
+
+
+def judge_told_by_nccl(finds: Finds) -> Judged:
+    """Return whether rank 1 is named, and NCCL's calls are part of torch's records, and no more."""
+    is_named, words = judge_named("asleep")(finds)
+    ranks = finds.get("told_by_nccl", [])
+    whole = bool(ranks) and all(
+        each["communicators"] and each["joined"] and not each["past_torch"] and not each["lost"]
+        for each in ranks
+    )
+    told = "; ".join(
+        f"rank {each['rank']}: {each['joined']} of {each['records']} records, NCCL {each['nccl']}"
+        for each in ranks
+    )
+    return is_named and whole, f"{told or 'NCCL told nothing'}. {words}"
 
 
 def unprefixed(text: str) -> str:
@@ -208,6 +276,26 @@ MODELS = [
         60,
         launched("asleep", "fsdp", *ABORT, "--stall-timeout", "5"),
         judge_named("asleep"),
+        "jobs",
+    ),
+    Check(
+        "NCCL's plugin, healthy",
+        "A job of two ranks in which NCCL tells of everything ends well, and commlens says nothing",
+        60,
+        with_plugin(launched("healthy", "ddp", "--nccl-profiler", "transfers")),
+        judge_healthy,
+        "jobs",
+    ),
+    Check(
+        "NCCL's plugin, asleep",
+        "What NCCL tells of its calls and kernels is part of torch's records",
+        60,
+        with_plugin(
+            launched(
+                *("asleep", "ddp", *ABORT, "--stall-timeout", "5"), "--nccl-profiler", "kernels"
+            )
+        ),
+        judge_told_by_nccl,
         "jobs",
     ),
 ]
