@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -64,30 +64,53 @@ _DTYPES: Final = {
 
 def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
     """Return the logs with what NCCL told: in the records of calls that torch made, and as records
-    of groups made by hand for all other communicators.
+    of groups made by hand for the communicators of which no rank has such a record.
     """
-    return [log if log.nccl is None else _joined(log, log.nccl.communicators) for log in logs]
+    told = [log.nccl for log in logs if log.nccl is not None]
+    if not told:
+        return list(logs)
+    placed = [_Placed(log) for log in logs]
+    torchs = {comm for each in placed for comm in each.torchs}
+    called = {comm.hash for each in told for comm in each.communicators if comm.collectives}
+    return [each.joined(torchs, called) for each in placed]
 
 
-def _joined(log: RankLog, communicators: Iterable[NcclCommunicator]) -> RankLog:
-    device = [op for op in log.collectives if op.channel.runs_ahead]
-    calls = _CallsByThread(device)
-    in_records: dict[int, list[NcclOp]] = defaultdict(list)
-    added: list[Collective] = []
-    unused: list[ProcessGroup] = []
-    for comm in communicators:
-        if comm.closed_ns or comm.size < 2:
-            continue
-        placed = [(op, calls.record_of(op, comm, log.rank)) for op in comm.ops]
-        for op, record in placed:
-            if record is not None:
-                in_records[record.index].append(op)
-        if any(record for _, record in placed) or _is_torchs(comm, device, log.rank):
-            continue
-        channel = Channel(_group_of(comm), "cuda", runs_ahead=True, completion=BY_PLUGIN)
-        added += _records_of(comm, channel, log.captured_ns)
-        unused += [] if comm.collectives else [channel.group]
-    return _with_more(log, in_records, added, unused)
+class _Placed:
+    """What NCCL told a rank, placed in the records of its calls."""
+
+    def __init__(self, log: RankLog) -> None:
+        self._log = log
+        self._in_records: dict[int, list[NcclOp]] = defaultdict(list)
+        device = [op for op in log.collectives if op.channel.runs_ahead]
+        calls = _CallsByThread(device)
+        communicators = log.nccl.communicators if log.nccl is not None else ()
+        self._comms = [each for each in communicators if each.size > 1 and not each.closed_ns]
+        self.torchs: set[str] = set()
+        """The hashes of the communicators that torch made."""
+        for comm in self._comms:
+            for op in comm.ops:
+                if (record := calls.record_of(op, comm, log.rank)) is not None:
+                    self._in_records[record.index].append(op)
+                    self.torchs.add(comm.hash)
+            if _is_torchs(comm, device, log.rank):
+                self.torchs.add(comm.hash)
+
+    def joined(self, torchs: Collection[str], called: Collection[str]) -> RankLog:
+        """Return the log with all that.
+
+        Args:
+            torchs: the hashes of the communicators that torch made, by all ranks' records.
+            called: those of which a rank has called a collective.
+        """
+        added: list[Collective] = []
+        unused: list[ProcessGroup] = []
+        for comm in self._comms:
+            if comm.hash in torchs or comm.hash not in called:
+                continue
+            channel = Channel(_group_of(comm), "cuda", runs_ahead=True, completion=BY_PLUGIN)
+            added += _records_of(comm, channel, self._log)
+            unused += [] if comm.collectives else [channel.group]
+        return _with_more(self._log, self._in_records, added, unused)
 
 
 def _with_more(
@@ -163,10 +186,14 @@ def _group_of(comm: NcclCommunicator) -> ProcessGroup:
     )
 
 
-def _records_of(comm: NcclCommunicator, channel: Channel, captured_ns: int) -> Iterator[Collective]:
-    """Yield the collectives of a communicator that torch did not make."""
+def _records_of(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Iterator[Collective]:
+    """Yield the collectives of a communicator that torch did not make. The records of older calls
+    of torch may be overwritten: nothing tells who made a call before the oldest one.
+    """
+    is_wrapped = log.issued > len(log.collectives) > 0
+    since_ns = log.collectives[0].announced_ns if is_wrapped else 0
     for op in comm.ops:
-        if op.is_message or op.captured:
+        if op.is_message or op.captured or op.called_ns < since_ns:
             continue
         record = _record_of(op, channel)
         if op.number <= comm.finished and not op.has_stopped:  # one behind it has ended
@@ -174,7 +201,7 @@ def _records_of(comm: NcclCommunicator, channel: Channel, captured_ns: int) -> I
             record.nccl = (op,)
             yield record
         else:
-            yield _enriched(record, [op], captured_ns)
+            yield _enriched(record, [op], log.captured_ns)
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:
@@ -202,7 +229,6 @@ def _enriched(record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int
     more: dict[str, Any] = {"nccl": tuple(ops)}
     is_open = record.in_flight or record.state is State.UNKNOWN
     if all(op.has_stopped for op in ops):
-        more["duration_ns"] = record.duration_ns or sum(op.device_ns for op in ops) or None
         if is_open:
             more["state"], more["done_ns"] = State.COMPLETED, max(op.stopped_ns for op in ops)
             more["learned_how"] = LearnedHow.NATIVE_RECORDER
