@@ -111,6 +111,26 @@ class Member:
         )
 
 
+def _is_of_restart(known: Sequence[Member], new: Member) -> bool:
+    """Return whether a process was started again after these had ended."""
+    started = max(member.start_ticks for member in known)
+    if any(member.rank == new.rank for member in known):
+        return new.start_ticks > started
+    beside = any(_lived_beside(member, new) for member in known)
+    return not beside and new.start_ticks > started + RESTART_TICKS
+
+
+def _lived_beside(member: Member, new: Member) -> bool:
+    """Return whether a process was alive when another one made its box: Ray starts the workers of a
+    job one by one, and all may have ended when they are seen.
+    """
+    return (
+        member.status is not None
+        and new.status is not None
+        and member.status.heartbeat_mono_ns > new.status.created_mono_ns
+    )
+
+
 @dataclass
 class Roster:
     """All members, and those of the current generation: torchelastic restarts its workers, on this
@@ -174,13 +194,11 @@ class Roster:
                 status.host in ("", self._host)
                 and job_dirs.Machine(status.boot_id, status.pid_namespace).is_here
             )
-            member = self.find(status.pid, status.start_ticks) if here else None
-            if member is None:
-                member = self._adopt(
-                    Member.of(status, self._handle_of(status, here=here), here=here)
-                )
-                new.append(member)
+            known = self.find(status.pid, status.start_ticks) if here else None
+            member = known or Member.of(status, self._handle_of(status, here=here), here=here)
             member.box, member.status = box, status
+            if known is None:
+                new.append(self._adopt(member))
         self._seen[folder] = changed
         return new
 
@@ -253,9 +271,7 @@ class Roster:
             member.alive and (not member.here or member.handle.ending() is None) for member in known
         ):
             return self.generation
-        started = max(member.start_ticks for member in known)
-        replaces = any(member.rank == new.rank for member in known)
-        return self.generation + (new.start_ticks > started + (0 if replaces else RESTART_TICKS))
+        return self.generation + _is_of_restart(known, new)
 
     @contextlib.contextmanager
     def former_generation(self) -> Iterator[None]:

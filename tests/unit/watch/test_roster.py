@@ -1,12 +1,19 @@
-"""A launcher's children that are ranks."""
+"""A launcher's children that are ranks, and the generations of ranks."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from boxes import MONO, Box
+
+from commlens.blackbox import job_dirs
 from commlens.processes import process
 from commlens.processes.process import Stat
-from commlens.watch.roster import children_workers
+from commlens.watch.roster import Roster, children_workers
+
+S = 1_000_000_000
+NO_PROCESS = 1 << 22  # the kernel's pids are below
 
 OF_TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
 
@@ -20,3 +27,28 @@ def test_a_rank_that_ends_while_it_is_looked_at_is_listed(monkeypatch: pytest.Mo
     for _ in range(2):
         (worker,) = workers()
         assert (worker.rank, worker.pid, worker.start_ticks, worker.world_size) == (3, 7, 100, 4)
+
+
+@pytest.mark.parametrize(
+    ("last_sign_s", "ranks"),
+    [
+        (9, [0, 1]),  # it was alive when the other one made its box
+        (3, [1]),  # a restart
+    ],
+)
+def test_workers_that_started_one_by_one_and_have_all_ended(
+    last_sign_s: int, ranks: list[int], tmp_path: Path
+) -> None:
+    """Ray starts the workers of a job some seconds apart, and ends all as soon as one fails."""
+    here = job_dirs.this_machine()
+    about = {"boot_id": here.boot_id, "pid_namespace": here.pid_namespace}
+    for rank, begins_s in ((0, 0), (1, 5)):
+        box = Box(
+            rank, 2, pid=NO_PROCESS + rank, start_ticks=777 + 100 * begins_s, host="", about=about
+        )
+        box.write_header(mono=MONO + begins_s * S)
+        box.heartbeat(MONO + (begins_s or last_sign_s) * S)
+        (tmp_path / job_dirs.box_name(rank, NO_PROCESS + rank)).write_bytes(box.bytes())
+    roster = Roster([tmp_path])
+    roster.refresh()
+    assert [member.rank for member in roster.current()] == ranks
