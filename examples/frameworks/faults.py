@@ -3,7 +3,7 @@
 import os
 import signal
 
-NAMES = ("none", "skip", "stop", "error", "kill")
+NAMES = ("none", "skip", "stop", "error", "lost", "kill")
 
 
 def leaves_out_the_collective(fault: str, rank: int, step: int) -> bool:
@@ -19,5 +19,7 @@ def misbehave(fault: str, rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "error":
         raise ValueError("a bad batch")
+    elif fault == "lost":
+        raise ConnectionResetError(104, "the data server went away")
     elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

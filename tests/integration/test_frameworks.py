@@ -101,3 +101,14 @@ def test_an_actor_that_stops_is_named(bench: Bench) -> None:
         time.sleep(1)
         words = " ".join(prefix.sub("", "\n".join([*run.out, *run.err])).split())
     assert summary in words and "is stopped" in words, run.report()
+
+
+@pytest.mark.long
+def test_a_loop_around_ray_train_stops_when_the_fault_comes_back(bench: Bench) -> None:
+    pytest.importorskip("ray")
+    run = bench.start(
+        str(EXAMPLES / "ray_retry_train.py"), COMMLENS="1", COMMLENS_STALL_TIMEOUT="60"
+    )
+    assert run.end(timeout_s=390) != 0, run.report()
+    attempts = [line for line in run.out if line.startswith("attempt ")]
+    assert attempts == ["attempt 1: retry", "attempt 2: stop"], run.report()
