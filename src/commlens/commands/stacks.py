@@ -96,10 +96,15 @@ def with_alike_ranks(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list
 
     # by the first rank with a log in each state
     alike = {min(each.examined): each.others for each in elsewhere.alike.classes if each.examined}
-    found = []
-    for each in classes:
-        added = [rank for first in alike.keys() & each.ranks for rank in alike[first]]
-        found.append(msgspec.structs.replace(each, ranks=sorted({*each.ranks, *added})))
+    found = [
+        msgspec.structs.replace(
+            each,
+            ranks=sorted(
+                {*each.ranks, *(r for first in alike.keys() & each.ranks for r in alike[first])}
+            ),
+        )
+        for each in classes
+    ]
     return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
 
 
@@ -126,8 +131,8 @@ def read_stacks(wanted: str | None, job_name: str | None, *, native: bool = Fals
     recorded = _recorded(wanted) if not native and job_name is None else None
     if recorded is not None:
         return recorded
-    hosts = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
-    return FoundRanks([sample.log for sample in SeenJob(hosts).samples])
+    worlds = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
+    return FoundRanks([sample.log for sample in SeenJob(worlds).samples])
 
 
 def _recorded(wanted: str | None) -> FoundRanks | None:
@@ -178,8 +183,7 @@ def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
         log.stacks = []
     if stale:
         with contextlib.suppress(CommandError, MissingDependency):
-            worlds = find_worlds(str(min(stale)))[:1]
-            for sample in look_at(worlds, window_s=0.5)[0].samples:
+            for sample in look_at(find_worlds(str(min(stale)))[:1], window_s=0.5)[0].samples:
                 if sample.log.pid in stale:
                     stale[sample.log.pid].observation = sample.log.observation
     return logs

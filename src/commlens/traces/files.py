@@ -61,11 +61,10 @@ def _load_folder(folder: Path, notes: list[str]) -> list[tuple[Path, Trace]]:
         except FormatError as error:
             skipped.append(printable(str(error)))
     if not traces:
-        sentence = (
+        raise FormatError(
             f"There is no trace in {folder}: none of its {len(files)} files named *.json or"
-            " *.json.gz is a trace."
+            f" *.json.gz is a trace.{''.join(f' {note}' for note in skipped[:1])}"
         )
-        raise FormatError(" ".join([sentence, *skipped[:1]]))
     notes += skipped
     return traces
 

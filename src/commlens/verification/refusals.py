@@ -54,7 +54,7 @@ class Refusals:
         while self.raised < count:
             posted = self._posted.read(self.raised)
             self.raised += 1
-            if self._concerns_this_rank(posted):
+            if _concerns(posted, self._rank):
                 raise _exception(posted)
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class Refusals:
     def new(self) -> list[dict[str, Any]]:
         """Return the refusals that concern this rank and have not been raised."""
         new = [self._posted.read(at) for at in range(self.raised, self._posted.count())]
-        return [posted for posted in new if self._concerns_this_rank(posted)]
+        return [posted for posted in new if _concerns(posted, self._rank)]
 
     def ranks_of(self, index: int) -> Iterable[int]:
         """Return the ranks that a refusal concerns."""
@@ -160,9 +160,6 @@ class Refusals:
         while time.monotonic() < until and self._elsewhere(concerned):
             self.raise_new()
             time.sleep(_NAP_S)
-
-    def _concerns_this_rank(self, posted: dict[str, Any]) -> bool:
-        return _concerns(posted, self._rank)
 
 
 def _concerns(posted: dict[str, Any], rank: int) -> bool:

@@ -212,7 +212,6 @@ class Verifier:
         args = token.args
         group = args.channel.group
         name, where = call_site(frame, args.op)
-        subject = Subject(group_label(group), group.members, token.number)
         row = table_row(
             self.rank,
             {**args.content, "peer": args.peer, "tag": args.tag, "name": name, "where": where},
@@ -221,7 +220,7 @@ class Verifier:
         channel = VerifiedChannel(group, key, 0, group.ranks, [])
         self._refusals.post(
             Pending(channel, token.number, 0, board_code(None), args),
-            no_such_peer(subject, row),
+            no_such_peer(Subject(group_label(group), group.members, token.number), row),
         )
 
     def plan(self, args: InternedArgs, stack: int, reduce_op: int | None) -> Any:

@@ -54,12 +54,9 @@ def rank_name(rank: int, host: str = "") -> list[dict[str, Any]]:
 def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
     """Yield the timeline, one piece per rank."""
     yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
-    first = True
-    for rows in several:
-        piece = b",\n".join(map(msgspec.json.encode, _events(rows)))
-        if piece:
-            yield piece if first else b",\n" + piece
-            first = False
+    pieces = (b",\n".join(map(msgspec.json.encode, _events(rows))) for rows in several)
+    for number, piece in enumerate(filter(None, pieces)):
+        yield b",\n" + piece if number else piece
     yield b"\n]}\n"
 
 

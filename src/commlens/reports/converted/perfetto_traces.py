@@ -85,15 +85,29 @@ def _rank_events(
             end_ns = max(end_ns, row["wait_ended_ns"] + shift)
             arrow = next(arrows)
             yield event("s", rank, thread, at_ns, id=arrow, name="wait", cat=cat)
-            wait_ns = row["wait_began_ns"] or 0, row["wait_ended_ns"]
-            waits.append(_WaitSlice(thread, *wait_ns, f"wait for {name}", arrow, cat))
+            waits.append(
+                _WaitSlice(
+                    thread,
+                    row["wait_began_ns"] or 0,
+                    row["wait_ended_ns"],
+                    f"wait for {name}",
+                    arrow,
+                    cat,
+                )
+            )
         flight = {
             "name": name,
             "cat": "in flight",
             "id2": {"local": f"{row['group']}#{row['sequence']}"},
         }
-        in_flight = {"module": row["module"], "sequence": row["sequence"]}
-        yield event("b", rank, thread, at_ns, args=in_flight, **flight)
+        yield event(
+            "b",
+            rank,
+            thread,
+            at_ns,
+            args={"module": row["module"], "sequence": row["sequence"]},
+            **flight,
+        )
         yield event("e", rank, thread, end_ns, **flight)
     yield from _wait_events(rank, shift, waits, issues)
     for thread in sorted(issues):
@@ -115,8 +129,8 @@ def _wait_events(
     lanes: dict[int, list[list[int]]] = {}
     for wait in sorted(waits, key=lambda wait: (wait.began_ns, -wait.ended_ns)):
         open_ends = lanes.setdefault(wait.thread, [[]])
-        first = 0 if _nests(spans[wait.thread], wait.began_ns, wait.ended_ns) else 1
-        lane = _lane(open_ends, wait, first)
+        nests = _nests(spans[wait.thread], wait.began_ns, wait.ended_ns)
+        lane = _lane(open_ends, wait, first=0 if nests else 1)
         track, at_ns = lane * _LANES + wait.thread, wait.began_ns + shift
         if lane and not open_ends[lane]:
             name = f"waits for thread {wait.thread}'s"
