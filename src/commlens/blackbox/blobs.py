@@ -104,6 +104,24 @@ class AdaptersJson(msgspec.Struct, frozen=True, tag_field="k", tag="adapters"):
     found: dict[str, AdapterState]
 
 
+class QueueJson(msgspec.Struct, frozen=True):
+    """One end of a message queue: member 0 writes, the others read every message."""
+
+    hand: HandMade
+    op: str = ""  # the call under way
+    done: _Natural = 0  # messages that the process has written or read
+    holds: _Natural = 0  # messages
+    since: _Natural = 0  # CLOCK_MONOTONIC ns, of the call
+    thread: _Natural = 0
+    stack: _Natural = 0
+
+
+class QueuesJson(msgspec.Struct, frozen=True, tag_field="k", tag="queues"):
+    """The ends of message queues of a process."""
+
+    found: tuple[QueueJson, ...]
+
+
 class TouchJson(msgspec.Struct, frozen=True):
     """An op on a tensor of a collective in flight, and its stack's blob."""
 
@@ -165,7 +183,17 @@ class EvidenceJson(msgspec.Struct, frozen=True):
     threads: tuple[ThreadJson, ...] = ()
 
 
-BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | HazardsJson | SetupJson
+BlobJson = (
+    GroupJson
+    | ArgsJson
+    | StackJson
+    | ExceptionJson
+    | TextJson
+    | HazardsJson
+    | SetupJson
+    | AdaptersJson
+    | QueuesJson
+)
 _Kind = TypeVar(
     "_Kind",
     GroupJson,
@@ -176,6 +204,7 @@ _Kind = TypeVar(
     HazardsJson,
     SetupJson,
     AdaptersJson,
+    QueuesJson,
 )
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode

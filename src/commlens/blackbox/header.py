@@ -54,6 +54,8 @@ class BoxStatus(msgspec.Struct, frozen=True):
     hazards: int  # blob
     world: int  # blob
     adapters: int  # blob
+    queues: int  # blob
+    queue_since_mono_ns: int  # 0: no thread waits to write into a full queue
     gave_up_mono_ns: int
     exception: int  # blob
     main_stack_since_mono_ns: int
@@ -67,6 +69,13 @@ class BoxStatus(msgspec.Struct, frozen=True):
     def initialised(self) -> bool:
         """Whether ``init_process_group`` has returned."""
         return L.PHASE_INITIALISED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION or self.left
+
+    @property
+    def blocked_since_mono_ns(self) -> int:
+        """Since when the process waits to write into a full message queue, or is in a call that
+        makes a process group or waits in the store; 0: it does not.
+        """
+        return self.queue_since_mono_ns or (self.setup_since_mono_ns if self.in_setup else 0)
 
     @property
     def in_setup(self) -> bool:
@@ -238,5 +247,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         hazards=word(L.HAZARDS),
         world=word(L.WORLD),
         adapters=word(L.ADAPTERS),
+        queues=word(L.QUEUES),
+        queue_since_mono_ns=moment(L.QUEUE_SINCE),
         gave_up_mono_ns=word(L.GAVE_UP),
     )

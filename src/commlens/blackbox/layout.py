@@ -57,6 +57,9 @@ WORLD: Final = 408  # blob {"k": "text"}: the name that commlens.world gave; 0: 
 # when the watchdog of a backend with abort hooks last gave an op up, CLOCK_MONOTONIC ns; 0: never
 GAVE_UP: Final = 416
 ADAPTERS: Final = 424  # blob {"k": "adapters"}: libraries whose calls are recorded; 0: none
+QUEUES: Final = 432  # blob {"k": "queues"}: the ends of message queues of the process; 0: none
+# since when a thread waits to write into a full queue, CLOCK_MONOTONIC ns; 0: none does
+QUEUE_SINCE: Final = 440
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

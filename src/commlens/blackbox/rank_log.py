@@ -14,6 +14,7 @@ from commlens.blackbox.blobs import (
     FrameJson,
     GroupJson,
     HazardsJson,
+    QueuesJson,
     SetupJson,
     SideTable,
     StackJson,
@@ -28,12 +29,14 @@ from commlens.blackbox.blobs import (
 from commlens.blackbox.copy import Parts
 from commlens.blackbox.header import INT_MAX, about_number, about_text, read_live
 from commlens.model.collective import (
+    QUEUE,
     Channel,
     Collective,
     CollectiveArgs,
     Frame,
     FrameKind,
     LearnedHow,
+    ProcessGroup,
     Stack,
     State,
 )
@@ -198,7 +201,8 @@ class BoxReader:
         """Decode the whole box, or only its ``newest`` records."""
         status, about = self.status, self.identity.about
         collectives = self._collectives(newest)
-        setups = self._setups()
+        ends, full = self._queues()
+        setups = [*ends, *self._setups(), *full]
         stacks, stacks_ns = self._evidence()
         exception, exception_stack, assertion, refusal = self._exception()
         expecting = self._expecting()
@@ -310,6 +314,41 @@ class BoxReader:
                 break
             position, state = blob.prev, State.COMPLETED
         return found[::-1]
+
+    def _queues(self) -> tuple[list[Collective], list[Collective]]:
+        """Return how far the process is in each of its message queues, and its waits for the
+        readers of full ones.
+        """
+        ends: list[Collective] = []
+        waits: list[Collective] = []
+        blob = self.side.blob(self.status.queues, QueuesJson)
+        for each in blob.found if blob is not None else ():
+            name = each.hand.store.rpartition("/")[2]
+            group = ProcessGroup(name, (), QUEUE, hand_made=each.hand)
+            channel, asked = Channel(group, QUEUE), CollectiveArgs("dequeue", "dequeue")
+            began, waits_to_read = self.unix(each.since), each.op == "dequeue"
+            reads = each.done + waits_to_read if each.hand.member else 0
+            end = Collective(0, channel, reads, asked, State.COMPLETED, began, began)
+            end.wait_began_ns = began * waits_to_read
+            ends.append(end)
+            # the message whose place the next one takes
+            first = each.done + 1 - each.holds
+            if each.op == "enqueue" and self.status.queue_since_mono_ns and first > 0:
+                stack = self.stack(each.stack) or ()
+                waits.append(
+                    Collective(
+                        0,
+                        channel,
+                        first,
+                        asked,
+                        State.ISSUED,
+                        began,
+                        began,
+                        stack=stack,
+                        issue_thread=each.thread,
+                    )
+                )
+        return ends, waits
 
     def _exception(self) -> tuple[str | None, Stack, str, Refusal | None]:
         status = self.status

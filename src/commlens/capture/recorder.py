@@ -18,6 +18,7 @@ from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
 from commlens.capture.completion import CompletionTracker
 from commlens.capture.hazards import Hazards
+from commlens.capture.library_calls import LibraryCalls
 from commlens.capture.thread_id import current
 from commlens.tap import tap
 from commlens.tap.groups import Groups, give_back
@@ -54,6 +55,7 @@ class Recorder(CompletionTracker, tap.Subscriber):
             maxlen=writer.capacity
         )
         self.hazards = Hazards(self)
+        self.library_calls = LibraryCalls(self)
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._args_table = ArgsTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread

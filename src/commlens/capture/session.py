@@ -25,6 +25,7 @@ from commlens.capture.init_hooks import After, hook_init, safely
 from commlens.capture.rank_environment import PlaceInJob
 from commlens.capture.recording import Recording
 from commlens.model.ops import STORE_CLIENT, STORE_SERVER
+from commlens.tap import libraries
 from commlens.tap.hand_made import (
     group_store,
     membership,
@@ -34,6 +35,7 @@ from commlens.tap.hand_made import (
     store_address,
     store_name,
 )
+from commlens.tap.library_adapters import ADAPTERS
 from commlens.text import count
 
 _recording: Recording | None = None
@@ -88,6 +90,7 @@ def start(
     _recording = Recording(settings, make_verifier, dump)
     _events = TorchEvents(_recording)
     hook_init(lambda: _events)
+    safely(lambda: libraries.install(ADAPTERS, late=dist.is_initialized()))
     if dist.is_initialized():
         _recording.begin_late()
     else:

@@ -99,6 +99,8 @@ class Watchdog:
         if self._on_tick is not None:
             self._on_tick(now)
         recorder.device_queues.look(now)
+        recorder.library_calls.note_libraries()
+        recorder.library_calls.note_queues(now)
         self._write_oldest(oldest)
         if writer.last_index != self._last_index:
             self._last_index = writer.last_index
@@ -169,6 +171,12 @@ class Watchdog:
         on a device.
         """
         writer, queues = self._recorder.writer, self._recorder.device_queues
+        call = self._recorder.library_calls.oldest()
+        if call is not None and (oldest is None or call.since < oldest.since):
+            writer.word(L.EXPIRES, 0)
+            writer.word(L.OLDEST_SINCE, call.since)
+            writer.word(L.OLDEST_INDEX, call.index)
+            return
         since = oldest.since if oldest is not None else 0
         expires = 0
         if oldest is None and (oldest := queues.oldest()) is not None:

@@ -71,6 +71,7 @@ def examine(config_file: str | None = None) -> Report:
         ("recorder", _if_torch(_torch_recorder)),
         ("completion", _if_torch(_completion)),
         ("NCCL's plugin", lambda report: _nccl_plugin(report, resolved)),
+        ("past torch", _if_torch(_past_torch)),
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
         ("autoload", _autoload),
@@ -210,6 +211,29 @@ def _torch_recorder(report: Report) -> str:
     if extras := [words for words, has in possible.items() if has]:
         lines.append(f"this torch also offers {', '.join(extras)}")
     return "\n".join(lines)
+
+
+def _past_torch(_: Report) -> str:
+    """Return the installed libraries that communicate past torch, and whether their calls are
+    recorded.
+    """
+    from commlens.tap.libraries import installed
+    from commlens.tap.library_adapters import ADAPTERS
+
+    lines = []
+    for library, fits in installed(ADAPTERS).items():
+        names = [name for each in ADAPTERS if each.library == library for name in each.calls]
+        calls = ", ".join(dict.fromkeys(names))
+        unless = "" if fits else "not recorded, because this version has other signatures: "
+        lines.append(f"{library}{_version_of(library)}: {unless}{calls}")
+    return "\n".join(lines)
+
+
+def _version_of(library: str) -> str:
+    try:
+        return f" {importlib.metadata.version(library)}"
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ""
 
 
 _COMPLETION: Final = {

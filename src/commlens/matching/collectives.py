@@ -17,6 +17,7 @@ from commlens.model.grouping import grouped
 from commlens.model.ops import (
     REDUCING,
     ROOTED,
+    ROUTED,
     UNEVEN,
     UNKNOWN_DTYPE,
     WITHOUT_TENSORS,
@@ -115,6 +116,8 @@ def _elements(
     op: str, by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
 ) -> Answer | None:
     """Compare the number of elements that each rank puts on the wire."""
+    if op in ROUTED:
+        return None
     if op == "all_to_all":
         return compare_splits(by_rank, group_ranks)
     if op == "all_gather" and _uneven_lists_match(by_rank, group_ranks):

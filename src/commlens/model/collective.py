@@ -202,6 +202,12 @@ STORE = "store"
 that may wait for it.
 """
 
+QUEUE = "message queue"
+"""The device type of a message queue, whose members are its writer and its readers: it is here at
+the newest message that it reads, and the writer waits for the message that must be read first.
+"""
+
+
 UNMADE_STORE = "store in its constructor"
 """The same of a store that waits for its server or its clients; its address is the name."""
 

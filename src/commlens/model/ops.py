@@ -64,6 +64,9 @@ REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 UNEVEN: Final = frozenset({"all_to_all", "gather", "scatter"})
 """Wire ops whose tensors may legally differ in size between ranks."""
 
+ROUTED: Final = frozenset({"dispatch", "combine", "low_latency_dispatch", "low_latency_combine"})
+"""Ops of experts' libraries: each rank sends as many rows as its router chose, so sizes differ."""
+
 IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"}) | POINT_TO_POINT
 """Wire ops whose input is also their output."""
 

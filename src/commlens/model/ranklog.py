@@ -9,6 +9,7 @@ from typing import Final, Literal
 import msgspec
 
 from commlens.model.collective import (
+    QUEUE,
     Collective,
     Frame,
     ProcessGroup,
@@ -281,6 +282,13 @@ class RankLog(msgspec.Struct):
         since.
         """
         return self.issued > (self.collectives[-1].index if self.collectives else 0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for the next message of a queue, as the workers of a server do that has
+        no request.
+        """
+        return any(op.channel.device == QUEUE and op.wait_began_ns for op in self.setups)
 
     @property
     def current_collective(self) -> Collective | None:

@@ -23,10 +23,18 @@ def reader_of(function: Callable[..., Any]) -> Reader:
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         return lambda args, kwargs: None
 
+    names = tuple(signature.parameters)
+    fitting: set[tuple[Any, ...]] = set()  # numbers of positions, and keywords
+
     def read(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        try:
-            return signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return None
+        # whether a call fits depends on these alone, and binding takes microseconds
+        form = (len(args), *kwargs)
+        if form not in fitting:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                return None
+            fitting.add(form)
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     return read

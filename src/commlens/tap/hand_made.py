@@ -66,6 +66,13 @@ def membership(member: int, size: int, store: Any, name: str = "") -> Membership
     return Membership(member, size, store, _counts[store, size])
 
 
+def count_made(member: int, size: int, store: str) -> Membership:
+    """Count a group that a library makes with a meeting point of its own, and return it."""
+    ordinal = _counts[store, size]
+    _counts[store, size] += 1
+    return Membership(member, size, store, ordinal)
+
+
 def note_by_hand(process_group: Any) -> None:
     """Note that the program itself called torch's helper to make a group."""
     _by_hand[process_group] = True

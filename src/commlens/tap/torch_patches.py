@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Work
 
 from commlens.blackbox import layout as L
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error
-from commlens.tap import tap
+from commlens.tap import libraries, tap
 from commlens.tap.groups import named_dims
 from commlens.tap.interned_args import noted_reduce_ops
 
@@ -61,6 +61,8 @@ def set_recorder(recorder: Any) -> None:
     _recorder = recorder
     if recorder is not None:
         _untap_work_wait()  # installed by a tracer, without a native recorder
+    calls = getattr(recorder, "library_calls", None)
+    libraries.listen(*((None, None) if calls is None else (calls.begin, calls.end)))
     listen()
 
 

@@ -147,8 +147,8 @@ def waits(members: Sequence[Member]) -> list[OpenWait]:
             continue
         if status.oldest_index and status.oldest_mono_ns:
             found.append(_collective_wait(member.pid, status, usual_s))
-        elif status.in_setup:
-            found.append(OpenWait(status.setup_since_mono_ns, member.pid, "init"))
+        elif status.blocked_since_mono_ns:
+            found.append(OpenWait(status.blocked_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
             # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis
             # recognises them by the stack.

@@ -685,3 +685,12 @@ class TestOpenBox:
             read_box(tmp_path / "gone.box")
         with pytest.raises(FormatError, match="could not be opened"):
             OpenBox(Path("nul\0byte"))
+
+
+def test_a_wait_to_write_into_a_full_queue_blocks_a_process() -> None:
+    box = busy_box(3, 4)
+    assert read_status(box.bytes()[:4096]).blocked_since_mono_ns == 0
+    box.word(L.SETUP_SINCE, MONO + 9)
+    assert read_status(box.bytes()[:4096]).blocked_since_mono_ns == MONO + 9
+    box.word(L.QUEUE_SINCE, MONO + 7)
+    assert read_status(box.bytes()[:4096]).blocked_since_mono_ns == MONO + 7

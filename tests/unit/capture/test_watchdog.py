@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture.device_queues import DeviceQueues
+from commlens.capture.library_calls import LibraryCalls
 from commlens.capture.watchdog import Watchdog
 
 BRIEFLY_S = 10.0
@@ -68,6 +69,7 @@ def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> N
         sweep=lambda: oldest,
         decode_reduce_ops=lambda: None,
         device_queues=queues,
+        library_calls=LibraryCalls(SimpleNamespace(writer=writer)),
     )
     watchdog = Watchdog(recorder)
     first, second = Group(), Group()

@@ -39,6 +39,7 @@ def member(
         steps=steps,
         timeout_s=timeout_s,
         in_setup=False,
+        blocked_since_mono_ns=0,
         left=False,
         expires_mono_ns=0,
     )

@@ -191,11 +191,13 @@ class MotionlessCase(Case[Motionless]):
 
 
 def find_motionless(context: Context) -> None:
-    """Find a job that has stood still outside of collectives for several stall timeouts."""
+    """Find a job that has stood still outside of collectives for several stall timeouts, and does
+    not wait for requests.
+    """
     job = context.job
     limit_ns = MOTIONLESS * job.stall_timeout_ns
     if not 1 < len(job.views) == job.size or not all(
-        _is_motionless(view, limit_ns) for view in job.views.values()
+        _is_motionless(view, limit_ns) and not view.log.is_idle for view in job.views.values()
     ):
         return
     places: dict[tuple[Frame | None, tuple[Frame, ...]], list[int]] = {}

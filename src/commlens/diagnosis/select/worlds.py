@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from commlens.model.collective import Channel, Collective, HandMade, ProcessGroup
+from commlens.model.collective import QUEUE, Channel, Collective, HandMade, ProcessGroup
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import StoreIdentity, identity_of
 from commlens.model.worlds import JobWorld, Outsider, Worlds
@@ -33,6 +33,7 @@ def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
     Args:
         runs: the logs of each world, one a rank. The order does not matter.
     """
+    _forget_unwritten_queues(list(chain.from_iterable(runs)))
     known = [logs for logs in runs if logs]
     runs = sorted(known, key=lambda logs: (_script(logs), logs[0].job, logs[0].restart))
     if len(runs) < 2 and not any(_made_by(log) for logs in runs for log in logs):
@@ -51,6 +52,22 @@ def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
     for log in numbered:
         log.worlds = names
     return numbered
+
+
+def _forget_unwritten_queues(logs: Sequence[RankLog]) -> None:
+    """Drop message queues whose writer, mostly a process that is no rank, has no record: nobody is
+    known to wait for their readers.
+    """
+    ends = [op for log in logs for op in log.setups if op.channel.device == QUEUE]
+    written = {of.store for op in ends if (of := op.channel.group.hand_made) and of.member == 0}
+    for log in logs if ends else ():
+        log.setups = [
+            op
+            for op in log.setups
+            if op.channel.device != QUEUE
+            or (of := op.channel.group.hand_made) is None  # numbered already
+            or of.store in written
+        ]
 
 
 def worlds_of(runs: Sequence[Sequence[RankLog]], sizes: Sequence[int]) -> Worlds:

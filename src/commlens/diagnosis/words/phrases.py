@@ -261,7 +261,13 @@ def _hosts(context: Context, edges: Sequence[Edge]) -> str:
     load_batch."``; empty if none did.
     """
     by_line: dict[str, list[int]] = defaultdict(list)
-    for rank, op in {edge.rank: edge.op for edge in edges if edge.op.channel.runs_ahead}.items():
+    ahead = {
+        edge.rank: edge.op
+        for edge in edges
+        # a library's call that has not returned holds its host
+        if edge.op.channel.runs_ahead and (not edge.op.channel.library or edge.op.returned_ns)
+    }
+    for rank, op in ahead.items():
         stack = context.job.views[rank].log.main_stack
         frame = stack.source if stack is not None else None
         if (

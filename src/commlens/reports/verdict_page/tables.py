@@ -55,8 +55,7 @@ def tables(job: PageJob) -> list[Table]:
         (block.op.channel.key, block.op.sequence_number)
         for block in job.graph.blocks.values()
         if not block.op.is_point_to_point
-        and not block.op.is_setup
-        and not block.op.is_store_wait
+        and block.op.channel.key in job.index.channels
         and block.op.sequence_number
     )
     shown: Counter[str] = Counter()

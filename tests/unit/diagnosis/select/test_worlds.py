@@ -8,14 +8,23 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from builders import Job, Stay, all_reduce, collective
+from builders import START, Job, Stay, all_reduce, collective
 from goldens import hold
 from hand_made import as_recorded
 from judging import judge
 from starting_ranks import call, init, rank
 
 from commlens.diagnosis.select.worlds import join_worlds
-from commlens.model.collective import Channel, Collective, Frame, HandMade, ProcessGroup
+from commlens.model.collective import (
+    QUEUE,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    Frame,
+    HandMade,
+    ProcessGroup,
+    State,
+)
 from commlens.model.ranklog import RankLog
 from commlens.model.worlds import JobWorld, NearProcess, Worlds
 from commlens.text import members_text, naming_worlds, rank_phrase, ranks_phrase
@@ -422,3 +431,48 @@ def test_a_number_that_no_world_has_is_a_rank() -> None:
         assert rank_phrase(9) == "rank 9"
         assert ranks_phrase([1, 8, 9]) == "trainer 1 and ranks 8-9"
         assert members_text([1, 9]) == "trainer 1, rank 9"
+
+
+# --- message queues in shared memory
+
+
+def end_of_queue(member: int, number: int, *, waits: bool = False) -> Collective:
+    """Return where a process is in a queue: member 0 writes, the others read."""
+    made = HandMade(member, 3, "host/psm_1")
+    channel = Channel(ProcessGroup("psm_1", (), QUEUE, hand_made=made), QUEUE)
+    state = State.ISSUED if waits else State.COMPLETED
+    return Collective(0, channel, number, CollectiveArgs("dequeue", "dequeue"), state, START, START)
+
+
+def with_queue(*, writer: bool, read: int) -> list[RankLog]:
+    """Three ranks; rank 0 waits to write into a queue that is full until message 7 is read."""
+    job = Job(3)
+
+    def program(_: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 100, line=10)
+        yield Stay(25, ("enqueue", "decode", "wait_for_lock")[rank])
+
+    logs = job.run(program).logs()
+    logs[1].setups = [end_of_queue(1, 11)]
+    logs[2].setups = [end_of_queue(2, read)]
+    if writer:
+        logs[0].setups = [end_of_queue(0, 0), end_of_queue(0, 7, waits=True)]
+    return logs
+
+
+def test_the_slowest_reader_of_a_full_queue_is_named() -> None:
+    verdict = judge(with_queue(writer=True, read=6))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0])
+    assert verdict.summary == (
+        "rank 2 never reached dequeue #7 of group message queue [0-2]; rank 0 waits for it"
+    )
+
+
+def test_a_reader_that_is_about_to_read_is_not_named() -> None:
+    assert judge(with_queue(writer=True, read=7)).culprits == []
+
+
+def test_a_queue_whose_writer_is_no_rank_says_nothing() -> None:
+    verdict = judge(with_queue(writer=False, read=6))
+    assert (verdict.culprits, verdict.missing_evidence) == ([], [])

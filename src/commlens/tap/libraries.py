@@ -1,0 +1,275 @@
+"""Calls of libraries that communicate past torch's dispatcher: a hook on their import replaces the
+methods that communicate, so that each call is announced before it runs.
+
+No library is imported here. A library whose signatures are not those of its adapter is left alone.
+What a call does never depends on commlens: it runs once, with its own arguments, and its result or
+error is passed on.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from commlens.tap.call_arguments import reader_of
+from commlens.tap.groups import numbers
+from commlens.tap.hand_made import Membership
+
+log = logging.getLogger("commlens")
+
+Given = dict[str, Any]
+"""The arguments of a call, by name."""
+
+
+class LibraryGroup:
+    """The processes with which a library communicates through one object, and the numbers of the
+    calls. After a call that raised, it is unknown which calls of the peers correspond, so later
+    ones have no number.
+    """
+
+    def __init__(self, library: str, *, process_group: Any = None, made: Any = None) -> None:
+        self.library = library
+        self.process_group = process_group if process_group is None else weakref.ref(process_group)
+        self.made: Membership | None = made  # of a group that torch does not know
+        self.aligned = True
+        self.is_used = False
+        self._counters: dict[tuple[int, str], Callable[[], int]] = {}
+
+    def number(self, peer: int, op: str) -> int:
+        """Return the number of a call: with a peer among those with this peer, else in the group;
+        0 if it is unknown.
+        """
+        key = (peer, op) if peer >= 0 else (-1, "")
+        drawn = self._counters.setdefault(key, numbers())()
+        return drawn if self.aligned else 0
+
+
+class LibraryCall(NamedTuple):
+    """A call that communicates. Roots and peers are ranks in the group."""
+
+    group: LibraryGroup
+    op: str
+    tensor: Any = None
+    root: int = -1
+    peer: int = -1
+    is_numbered: bool = True  # the peers make the same calls in the same order
+    waits: bool = False  # it returns once it is done; else it only enqueues it on a device
+
+
+Describe = Callable[[Any, Given], LibraryCall | None]
+"""Describe a call by its ``self`` (of a function None) and its arguments."""
+
+
+class Adapter(NamedTuple):
+    """How the calls of one class are recorded, or the functions of a module with no class."""
+
+    library: str
+    module: str
+    owner: str
+    calls: Mapping[str, tuple[Describe, tuple[str, ...]]]  # and parameters that it must have
+    # makes what replaces a method, in place of what announces its calls
+    wrap: Callable[[Any, str], Any] | None = None
+
+
+_groups: MutableMapping[Any, dict[str, LibraryGroup]] = weakref.WeakKeyDictionary()
+states: dict[str, str] = {}
+"""By library that the program has imported: "applied", or "other-version"."""
+_inside = threading.local()
+_failed = False
+_adapters: dict[str, list[Adapter]] = {}  # by module
+_begin: Callable[[LibraryCall, int, str, Any], Any] | None = None
+_end: Callable[[Any, BaseException | None], None] | None = None
+
+
+def group_of(owner: Any, library: str, make: Callable[[], LibraryGroup]) -> LibraryGroup:
+    """Return the group of a process group or of a library's own object; ``make`` makes it."""
+    found = _groups.setdefault(owner, {})
+    if library not in found:
+        found[library] = make()
+    return found[library]
+
+
+def of_process_group(process_group: Any, library: str) -> LibraryGroup:
+    """Return the group of a library that communicates among the members of a process group."""
+    return group_of(
+        process_group, library, lambda: LibraryGroup(library, process_group=process_group)
+    )
+
+
+def listen(
+    begin: Callable[[LibraryCall, int, str, Any], Any] | None,
+    end: Callable[[Any, BaseException | None], None] | None,
+) -> None:
+    """Report each call to ``begin(call, number, name, frame) -> token``, and its end to
+    ``end(token, error)``; None: calls are only counted.
+    """
+    global _begin, _end
+    _begin, _end = begin, end
+
+
+def install(adapters: list[Adapter], *, late: bool) -> None:
+    """Apply adapters whenever their modules are imported. In a job that is running already, the
+    numbers of the calls of a module that was imported before are unknown (``late``).
+    """
+    if _adapters:
+        return
+    for adapter in adapters:
+        _adapters.setdefault(adapter.module, []).append(adapter)
+    sys.meta_path.insert(0, _Finder())
+    for name in [*_adapters]:
+        if name in sys.modules:
+            _safely(functools.partial(_apply_to, late=late), sys.modules[name])
+
+
+class _Finder:
+    """Lets the other finders find a module, and applies its adapters once it has run."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the spec of a module with adapters; None for all others."""
+        if name not in _adapters:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                _safely(_applying_after, spec)
+                return spec
+        return None
+
+
+def _applying_after(spec: Any) -> None:
+    execute = spec.loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        _safely(_apply_to, module)
+
+    spec.loader.exec_module = exec_module
+
+
+def _safely(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of commlens. Log its first error; return None after one."""
+    global _failed
+    try:
+        return function(*args)
+    except Exception as error:
+        if not _failed:
+            _failed = True
+            log.warning(
+                "commlens: a call past torch's dispatcher is not recorded: %s: %s",
+                type(error).__name__,
+                error,
+            )
+        return None
+
+
+def _apply_to(module: Any, *, late: bool = False) -> None:
+    for adapter in _adapters[module.__name__]:
+        owner = getattr(module, adapter.owner, None) if adapter.owner else module
+        if owner is None:
+            continue
+        found = {name: vars(owner)[name] for name in adapter.calls if name in vars(owner)}
+        fits = bool(found) and all(
+            _has_parameters(original, adapter.calls[name][1]) for name, original in found.items()
+        )
+        if not fits or states.get(adapter.library) == "other-version":
+            states[adapter.library] = "other-version"
+            continue
+        states[adapter.library] = "applied"
+        for name, original in found.items():
+            wrap = adapter.wrap or functools.partial(_announced, adapter=adapter, late=late)
+            setattr(owner, name, wrap(original, name))
+
+
+def _has_parameters(function: Any, names: tuple[str, ...]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return all(name in parameters for name in names)
+
+
+def _announced(original: Any, name: str, *, adapter: Adapter, late: bool) -> Any:
+    """Return a function that announces a call, and calls the original."""
+    describe, read = adapter.calls[name][0], reader_of(original)
+    label = ".".join(filter(None, (adapter.library, adapter.owner, name)))
+
+    def begin(args: Any, kwargs: Any, frame: Any) -> tuple[LibraryCall, Any] | None:
+        given = read(args, kwargs)
+        call = None if given is None else describe(given.pop("self", None), given)
+        if call is None:
+            return None
+        call.group.aligned &= not late
+        number = call.group.number(call.peer, call.op) if call.is_numbered else 0
+        return call, None if _begin is None else _begin(call, number, label, frame)
+
+    @functools.wraps(original)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_inside, "a_call", False):
+            return original(*args, **kwargs)
+        _inside.a_call = True
+        begun, failure = _safely(begin, args, kwargs, sys._getframe(1)), None
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _inside.a_call = False
+            if begun is not None:
+                _safely(_ended, *begun, failure)
+
+    return announced
+
+
+def _ended(call: LibraryCall, token: Any, failure: BaseException | None) -> None:
+    if failure is not None:
+        call.group.aligned = False
+    if token is not None and _end is not None:
+        _end(token, failure)
+
+
+# --- what is installed, for ``commlens doctor``: the sources are read, and nothing is imported
+
+
+def installed(adapters: list[Adapter]) -> dict[str, bool]:
+    """Return the libraries that are installed, and whether their signatures are those that the
+    adapters know.
+    """
+    found: dict[str, bool] = {}
+    for adapter in adapters:
+        top, *rest = adapter.module.split(".")
+        spec = importlib.util.find_spec(top)
+        for place in spec.submodule_search_locations or () if spec is not None else ():
+            module = Path(place, *rest)
+            file = module.with_suffix(".py")
+            sources = [file] if rest and file.exists() else sorted(module.glob("**/*.py"))
+            if sources:
+                fits = any(_source_fits(adapter, source) for source in sources)
+                found[adapter.library] = found.get(adapter.library, True) and fits
+    return found
+
+
+def _source_fits(adapter: Adapter, source: Path) -> bool:
+    tree: Any = ast.parse(source.read_bytes())
+    if adapter.owner:
+        classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        tree = next((each for each in classes if each.name == adapter.owner), None)
+    methods = [] if tree is None else [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    parameters = {
+        method.name: {each.arg for each in (*method.args.args, *method.args.kwonlyargs)}
+        for method in methods
+        if method.name in adapter.calls
+    }
+    return bool(parameters) and all(
+        names.issuperset(adapter.calls[name][1]) for name, names in parameters.items()
+    )

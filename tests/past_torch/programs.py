@@ -1,0 +1,307 @@
+"""Programs as public reports of serving and reinforcement learning describe them, over the stand-ins
+in ``site``, and healthy ones. Each is a function of its rank; a faulty one stays where it hangs.
+
+Usage: programs.py NAME, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as usual.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ray  # noqa: F401 - the adapter asks it for the job
+import torch
+import torch.distributed as dist
+from deep_ep import Buffer
+from ray.util.collective.collective_group.nccl_collective_group import BroadcastOptions, NCCLGroup
+from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue as SglangQueue
+from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+STAY_S = float(os.environ.get("PAST_TORCH_STAY_S", "30"))
+ROWS = torch.ones(4, 16)
+CHOSEN = torch.zeros(4, 2, dtype=torch.int64)
+
+
+def stay():
+    """The place where the report's program hangs."""
+    time.sleep(STAY_S)
+
+
+def everyone(name="tp"):
+    return dist.new_group(list(range(SIZE)), group_desc=name)
+
+
+def experts(buffer, rows=ROWS):
+    rows, _, _, _, handle, _ = buffer.dispatch(rows)
+    buffer.combine(rows, handle)
+
+
+def experts_low_latency(buffer):
+    _, _, handle, _, _ = buffer.low_latency_dispatch(ROWS, CHOSEN, 128, 8)
+    buffer.low_latency_combine(ROWS, CHOSEN, CHOSEN, handle)
+
+
+# --- the reports: rank 1 is at fault unless the name of the function's row says otherwise
+
+
+def dummy_batch_left_out():
+    """An engine without requests leaves out the dummy batch; the others wait in the experts."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(8):
+        if RANK == 1 and step == 6:
+            stay()
+        experts_low_latency(buffer)
+
+
+def other_mode():
+    """One engine decodes with low-latency kernels while the others prefill with the normal ones."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            buffer.low_latency_dispatch(ROWS, CHOSEN, 128, 8)
+        else:
+            buffer.dispatch(ROWS)
+
+
+def crashes_before_combine():
+    """A rank asserts on its batch between dispatch and combine; the others spin in combine."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        rows, _, _, _, handle, _ = buffer.dispatch(ROWS)
+        if RANK == 1 and step == 4:
+            raise AssertionError("batch of no tokens")
+        buffer.combine(rows, handle)
+
+
+def asleep_before_combine():
+    """A rank compiles a kernel between dispatch and combine."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        rows, _, _, _, handle, _ = buffer.dispatch(ROWS)
+        if RANK == 1 and step == 4:
+            stay()
+        buffer.combine(rows, handle)
+
+
+def extra_all_gather():
+    """One rank enters an all_gather of the data-parallel attention, the others the experts."""
+    group = everyone("attention")
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            gathered = [torch.ones(1) for _ in range(SIZE)]
+            dist.all_gather(gathered, torch.ones(1), group=group)
+        experts(buffer)
+
+
+def all_inside():
+    """All ranks are in the all_gather of the attention, and none goes on: nobody is at fault."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        if step == 4:
+            buffer._meeting.reached = lambda *_: False  # the network lost a packet
+        experts(buffer)
+
+
+def combine_left_out():
+    """A rank that received no rows goes on without combine."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(6):
+        rows, _, _, _, handle, _ = buffer.dispatch(ROWS)
+        if RANK != 1 or step != 4:
+            buffer.combine(rows, handle)
+
+
+def left_in_the_kernel():
+    """One rank's kernel never ends; the others have left it, and wait in the next one."""
+    kernel = CustomAllreduce(everyone(), "cpu")
+    for step in range(8):
+        if RANK == 1 and step == 5:
+            kernel._meeting.reached = lambda *_: False
+        kernel.custom_all_reduce(torch.ones(64))
+
+
+def custom_and_torch():
+    """One rank's tensor does not suit the kernel: it reduces with torch, the others with the kernel."""
+    group = everyone()
+    kernel = CustomAllreduce(group, "cpu")
+    for step in range(8):
+        value = torch.ones(63 if RANK == 1 and step == 5 else 64)
+        if kernel.custom_all_reduce(value) is None:
+            dist.all_reduce(value, group=group)
+
+
+def queue_full():
+    """A worker is stuck and reads no more; the writer finds no free block."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    for step in range(40):
+        if RANK == 1 and step == 6:
+            stay()
+        queue.broadcast_object(step)
+
+
+def worker_stuck_behind_queue():
+    """A worker does not take part in the model's all_reduce; the others' next message waits."""
+    queue = SglangQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    for step in range(40):
+        queue.broadcast_object(step)
+        if RANK == 1 and step == 6:
+            stay()
+        dist.all_reduce(torch.ones(4))
+
+
+def result_not_sent():
+    """The scheduler never sends the next batch to its workers, though they have reported."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    group = everyone("results")
+    for step in range(6):
+        if RANK == 0 and step == 4:
+            stay()
+        queue.broadcast_object(step)
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def weights_not_received():
+    """A rollout worker does not come to the broadcast of weights in Ray's NCCL group."""
+    group = NCCLGroup(SIZE, RANK, "weights")
+    for step in range(8):
+        if RANK == 1 and step == 5:
+            stay()
+        group.broadcast([torch.ones(64)], BroadcastOptions())
+
+
+def first_ray_collective():
+    """The first call of Ray's NCCL group hangs without a word: a worker never makes it."""
+    group = NCCLGroup(SIZE, RANK, "weights")
+    dist.barrier()
+    if RANK == 1:
+        stay()
+    group.allreduce([torch.ones(1)])
+
+
+def trainer_never_broadcasts():
+    """After a resume the trainer skips the broadcast; the servers wait."""
+    group = NCCLGroup(SIZE, RANK, "refit")
+    for step in range(6):
+        if RANK == 0 and step == 4:
+            stay()
+        group.broadcast([torch.ones(64)], BroadcastOptions())
+
+
+def dead_shard():
+    """A shard is killed during the refit; the others wait for it."""
+    group = NCCLGroup(SIZE, RANK, "refit")
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            os.kill(os.getpid(), 9)
+        group.broadcast([torch.ones(64)], BroadcastOptions())
+
+
+# --- healthy programs: no word
+
+
+def healthy_experts():
+    buffer = Buffer(everyone("ep"))
+    for step in range(40):
+        experts(buffer, torch.ones(4 + (RANK + step) % 3, 16))
+        experts_low_latency(buffer)
+        dist.all_reduce(torch.ones(2))
+
+
+def healthy_idle_server():
+    """Workers wait for a request longer than the stall timeout."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    kernel = CustomAllreduce(everyone(), "cpu")
+    for step in range(8):
+        if RANK == 0 and step == 5:
+            stay()
+        queue.broadcast_object(step)
+        kernel.custom_all_reduce(torch.ones(64))
+
+
+def healthy_queue_ahead():
+    """The writer runs ahead as far as the queue holds, and the readers are slow."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 8)
+    for step in range(40):
+        queue.broadcast_object(step)
+        if RANK:
+            time.sleep(0.05 * RANK)
+
+
+def healthy_timeouts():
+    """A reader polls with a timeout, as a server does that looks after its workers."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    for step in range(6):
+        if RANK == 0:
+            time.sleep(1)
+            queue.enqueue(step)
+            continue
+        while True:
+            try:
+                queue.dequeue(timeout=0.2)
+                break
+            except TimeoutError:
+                pass
+    dist.barrier()
+
+
+def healthy_caught_error():
+    """One rank's call is refused before it communicates, and is repeated."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(10):
+        if RANK == 1 and step == 4:
+            with contextlib.suppress(AssertionError):
+                buffer.dispatch(torch.ones(4))
+        experts(buffer)
+    if RANK == 0:
+        time.sleep(1)
+    experts(buffer)
+
+
+def healthy_sub_groups():
+    """Experts in two halves, at different speeds, and Ray's groups of their own."""
+    halves = [dist.new_group(list(range(SIZE // 2))), dist.new_group(list(range(SIZE // 2, SIZE)))]
+    mine = halves[RANK >= SIZE // 2]
+    buffer = Buffer(mine)
+    group = NCCLGroup(SIZE, RANK, "weights")
+    for _step in range(10):
+        for _ in range(1 + 2 * (RANK >= SIZE // 2)):
+            experts(buffer)
+        group.broadcast([torch.ones(8)], BroadcastOptions())
+
+
+def healthy_made_again():
+    """Ray's group of one name is made for each update."""
+    for step in range(5):
+        group = NCCLGroup(SIZE, RANK, "update")
+        group._meeting = type(group._meeting)(f"update{step}", RANK, SIZE)
+        for _ in range(1 + step):
+            group.broadcast([torch.ones(8)], BroadcastOptions())
+    dist.barrier()
+
+
+def healthy_overlap():
+    """Experts in a second thread, while the main thread reduces."""
+    buffer, group = Buffer(everyone("ep")), everyone("dp")
+
+    def second():
+        for _ in range(30):
+            experts(buffer)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    for _ in range(30):
+        dist.all_reduce(torch.ones(4), group=group)
+    thread.join()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    Path(os.environ["PAST_TORCH_DIR"], f"done.{RANK}").touch()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,158 @@
+"""Run the programs of ``programs.py``, and count what commlens says: right if it names the rank at
+fault and no other, undecided if it names none, wrong if it names another one, or any in a healthy
+program.
+
+Usage: run.py [--ranks N] [--at-once N] [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+STALL_S = 5
+STAY_S = 22
+WAIT_S = 150
+
+REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "dummy_batch_left_out": ("vllm#28224", (1,)),
+    "other_mode": ("vllm#25906", (1,)),
+    "crashes_before_combine": ("sglang#25404", (1,)),
+    "asleep_before_combine": ("vllm#28224, later in the layer", (1,)),
+    "combine_left_out": ("sgl-kernel-npu#69", (1,)),
+    "extra_all_gather": ("vllm#28224, across groups", (1,)),
+    "all_inside": ("sglang#34582, DeepEP#707", ()),
+    "left_in_the_kernel": ("vllm#8410", (1,)),
+    "custom_and_torch": ("none: a kernel that one rank does not use", (1,)),
+    "queue_full": ("vllm#27313", (1,)),
+    "worker_stuck_behind_queue": ("vllm#46611", (1,)),
+    "result_not_sent": ("prime-rl#3016, by a queue", (0,)),
+    "weights_not_received": ("NeMo-RL#4019", (1,)),
+    "first_ray_collective": ("verl#6967", (1,)),
+    "trainer_never_broadcasts": ("prime-rl#3016", (0,)),
+    "dead_shard": ("NeMo-RL#3591", (1,)),
+}
+"""By program: the public report whose fault it has, as far as the report tells it, and the ranks at
+fault; none: nobody is to be named.
+"""
+
+UNDECIDED = ("left_in_the_kernel", "result_not_sent")
+"""Of these, nobody is named: nothing tells which device has left a kernel, and a server that has no
+request looks like one that sends none.
+"""
+
+HEALTHY = (
+    "healthy_experts",
+    "healthy_idle_server",
+    "healthy_queue_ahead",
+    "healthy_timeouts",
+    "healthy_caught_error",
+    "healthy_sub_groups",
+    "healthy_made_again",
+    "healthy_overlap",
+)
+
+
+class Outcome(NamedTuple):
+    """What commlens said of one program."""
+
+    name: str
+    said: str  # "right", "undecided" or "wrong"
+    culprits: list[int]
+    summary: str
+    output: str
+
+
+def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
+    """Run one program, and judge the verdict in its dump."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "boxes").mkdir(parents=True)
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")]),
+        "PAST_TORCH_DIR": str(folder),
+        "PAST_TORCH_STAY_S": str(STAY_S),
+        "COMMLENS_BOX_DIR": str(folder / "boxes"),
+        "COMMLENS_DUMP_DIR": str(folder / "dumps"),
+        "COMMLENS_STALL_TIMEOUT": str(STALL_S),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    output = folder / "output"
+    started = []
+    with output.open("w") as file:
+        for rank in range(ranks):
+            environ = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "commlens", "run", str(HERE / "programs.py"), name]
+            started.append(subprocess.Popen(command, env=environ, stdout=file, stderr=file))
+    try:
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end and any(one.poll() is None for one in started):
+            time.sleep(0.2)
+            if name in REPORTS and _names_a_rank(folder):
+                break
+    finally:
+        for one in started:
+            one.kill()
+        for one in started:
+            one.wait()
+    return judge(name, folder, output.read_text())
+
+
+def _names_a_rank(folder: Path) -> bool:
+    return any(json.loads(file.read_text())["culprits"] for file in _verdicts(folder))
+
+
+def _verdicts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("dumps/*/verdict.json"), key=lambda file: file.stat().st_mtime)
+
+
+def judge(name: str, folder: Path, output: str) -> Outcome:
+    """Compare the verdict that was saved with the fault."""
+    verdicts = [json.loads(file.read_text()) for file in _verdicts(folder)]
+    verdict = verdicts[-1] if verdicts else {"culprits": [], "summary": "no word"}
+    culprits, summary = verdict["culprits"], verdict["summary"]
+    if name in HEALTHY:
+        is_quiet = not verdicts and "VERDICT" not in output
+        return Outcome(name, "right" if is_quiet else "wrong", culprits, summary, output)
+    wanted = list(REPORTS[name][1])
+    said = "right" if culprits == wanted and verdicts else "wrong" if culprits else "undecided"
+    return Outcome(name, said, culprits, summary, output)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--at-once", type=int, default=1)
+    arguments = parser.parse_args()
+    names = arguments.names or [*REPORTS, *HEALTHY]
+    counted: dict[str, Counter[str]] = {"reports": Counter(), "healthy": Counter()}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.at_once) as pool:
+        jobs = [pool.submit(run, name, Path(folder, name), arguments.ranks) for name in names]
+        for job in jobs:
+            each = job.result()
+            counted["healthy" if each.name in HEALTHY else "reports"][each.said] += 1
+            print(f"{each.said:9} {each.name:28} {each.culprits} {each.summary}", flush=True)
+    for kind, said in counted.items():
+        print(f"{kind}: {dict(said)}")
+    return any(said["wrong"] for said in counted.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

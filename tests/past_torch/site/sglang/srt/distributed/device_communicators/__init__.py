@@ -1,0 +1,1 @@
+"""A stand-in, see tests/past_torch/README.md."""

@@ -1,0 +1,185 @@
+"""The hook on imports, and what replaces a library's methods."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commlens.tap import libraries
+from commlens.tap.libraries import Adapter, LibraryCall, LibraryGroup
+from past_torch import adapted
+
+LIBRARY = """
+class Buffer:
+    def __init__(self):
+        self.seen = []
+
+    def dispatch(self, x, *, handle=None):
+        self.seen.append((x, handle))
+        if x == "bad":
+            raise ValueError(x)
+        return self.inner(x) if x == "outer" else x
+
+    def inner(self, x):
+        return self.combine(x)
+
+    def combine(self, x):
+        return "combined"
+"""
+GROUP = LibraryGroup("lib")
+Told = list[tuple[Any, ...]]
+
+
+def described(_: Any, given: dict[str, Any]) -> LibraryCall | None:
+    return None if given["x"] == "quiet" else LibraryCall(GROUP, "dispatch", given["x"])
+
+
+def adapter(**calls: tuple[Any, tuple[str, ...]]) -> Adapter:
+    calls = calls or {"dispatch": (described, ("x", "handle")), "combine": (described, ("x",))}
+    return Adapter("lib", "some_library", "Buffer", calls)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(f"{__name__}.GROUP", LibraryGroup("lib"))
+    (tmp_path / "some_library.py").write_text(LIBRARY)
+    return tmp_path
+
+
+def listening() -> Told:
+    told: Told = []
+
+    def begin(call: LibraryCall, number: int, name: str, frame: Any) -> str:
+        told.append((name, call.op, call.tensor, number, frame.f_code.co_name))
+        return "token"
+
+    libraries.listen(begin, lambda token, error: told.append((token, type(error))))
+    return told
+
+
+def test_a_call_is_announced_and_runs_once(place: Path) -> None:
+    with adapted([adapter()], place):
+        told, buffer = listening(), importlib.import_module("some_library").Buffer()
+        assert buffer.dispatch(3, handle="h") == 3
+        assert buffer.dispatch(x=4) == 4
+        here = "test_a_call_is_announced_and_runs_once"
+        assert told == [
+            ("lib.Buffer.dispatch", "dispatch", 3, 1, here),
+            ("token", type(None)),
+            ("lib.Buffer.dispatch", "dispatch", 4, 2, here),
+            ("token", type(None)),
+        ]
+        assert buffer.seen == [(3, "h"), (4, None)]
+        assert libraries.states == {"lib": "applied"}
+    assert "some_library" not in sys.modules
+
+
+def test_its_error_is_passed_on_and_later_calls_have_no_number(place: Path) -> None:
+    with adapted([adapter()], place):
+        told, buffer = listening(), importlib.import_module("some_library").Buffer()
+        with pytest.raises(ValueError, match="bad"):
+            buffer.dispatch("bad")
+        buffer.dispatch(1)
+        assert [each[3] for each in told[::2]] == [1, 0]
+        assert told[1] == ("token", ValueError)
+
+
+def test_a_call_inside_another_is_part_of_it(place: Path) -> None:
+    with adapted([adapter()], place):
+        told, buffer = listening(), importlib.import_module("some_library").Buffer()
+        assert buffer.dispatch("outer") == "combined"
+        assert len(told) == 2
+
+
+def test_calls_are_counted_before_they_are_recorded(place: Path) -> None:
+    with adapted([adapter()], place):
+        buffer = importlib.import_module("some_library").Buffer()
+        buffer.dispatch(1)
+        told = listening()
+        buffer.dispatch(2)
+        assert told[0][3] == 2
+
+
+def test_what_an_adapter_does_not_describe_runs_unseen(place: Path) -> None:
+    with adapted([adapter()], place):
+        told, buffer = listening(), importlib.import_module("some_library").Buffer()
+        assert buffer.dispatch("quiet") == "quiet"
+        with pytest.raises(TypeError):
+            buffer.dispatch()  # as without commlens
+        assert told == []
+
+
+def test_an_error_of_ours_is_logged_once_and_harms_nothing(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Any, given: dict[str, Any]) -> LibraryCall | None:
+        raise RuntimeError("ours")
+
+    with adapted([adapter(dispatch=(broken, ("x",)))], place), caplog.at_level(logging.WARNING):
+        buffer = importlib.import_module("some_library").Buffer()
+        assert [buffer.dispatch(1), buffer.dispatch(2)] == [1, 2]
+        libraries.listen(None, None)
+        assert [record.message for record in caplog.records] == [
+            "commlens: a call past torch's dispatcher is not recorded: RuntimeError: ours"
+        ]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"dispatch": (described, ("x", "topk"))},  # another parameter
+        {"send": (described, ("x",))},  # no such method
+    ],
+)
+def test_another_version_is_left_alone(place: Path, calls: dict[str, Any]) -> None:
+    with adapted([adapter(**calls)], place):
+        buffer_class = importlib.import_module("some_library").Buffer
+        assert libraries.states == {"lib": "other-version"}
+        assert not hasattr(buffer_class.dispatch, "__wrapped__")
+
+
+def test_in_a_running_job_the_number_of_a_call_is_unknown(place: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(place))
+        buffer = importlib.import_module("some_library").Buffer()
+        with adapted([adapter()], late=True):
+            told = listening()
+            buffer.dispatch(1)
+            assert told[0][3] == 0
+        sys.modules.pop("some_library")
+
+
+def test_other_imports_are_not_touched(place: Path) -> None:
+    (place / "another_library.py").write_text("value = 7")
+    with adapted([adapter()], place):
+        module = importlib.import_module("another_library")
+        assert module.value == 7
+        assert "exec_module" not in vars(module.__spec__.loader)
+        assert libraries.states == {}
+    with adapted([Adapter("lib", "missing_library", "", {})], place), pytest.raises(ImportError):
+        importlib.import_module("missing_library")
+
+
+def test_what_is_installed_is_read_and_not_imported(place: Path) -> None:
+    package = place / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError")
+    (package / "buffer.py").write_text(LIBRARY)
+    fits = {"dispatch": (described, ("x", "handle"))}
+    other = {"dispatch": (described, ("x", "topk"))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(place))
+        for module in ("a_package", "a_package.buffer"):
+            assert libraries.installed([Adapter("lib", module, "Buffer", fits)]) == {"lib": True}
+            assert libraries.installed([Adapter("lib", module, "Buffer", other)]) == {"lib": False}
+        assert libraries.installed([Adapter("lib", "missing", "Buffer", fits)]) == {}
+        both = [Adapter("lib", "a_package", "Buffer", each) for each in (fits, other)]
+        assert libraries.installed(both) == {"lib": False}, "one of its adapters does not fit"
