@@ -213,7 +213,7 @@ typedef struct {
     uint64_t context, seq, calls;
     uint32_t *took; /* ns of each call of the plugin; NULL: not measured */
     uint64_t room, every_ns, cost_ns;
-    volatile int *stop;
+    int *stop;
     uint64_t due;
 } runner;
 
@@ -275,7 +275,7 @@ static void *run(void *with)
 {
     runner *by = with;
     by->due = now_ns();
-    while (!*by->stop && (!by->took || by->calls + 32 < by->room))
+    while (!__atomic_load_n(by->stop, __ATOMIC_RELAXED) && (!by->took || by->calls + 32 < by->room))
         one(by);
     return NULL;
 }
@@ -296,7 +296,7 @@ uint64_t player_measure(uint64_t context, uint32_t *took, uint64_t room, uint64_
 /* Threads that each use all communicators given, for `ms` milliseconds; 0: until the process is killed. */
 uint64_t player_crowd(const uint64_t *contexts, int count, int threads, int ms)
 {
-    static volatile int stop;
+    static int stop;
     pthread_t ids[64];
     runner by[64];
     uint64_t calls = 0;
@@ -309,7 +309,7 @@ uint64_t player_crowd(const uint64_t *contexts, int count, int threads, int ms)
         usleep((useconds_t)ms * 1000);
     else
         pause();
-    stop = 1;
+    __atomic_store_n(&stop, 1, __ATOMIC_RELAXED);
     for (int at = 0; at < threads; at++) {
         pthread_join(ids[at], NULL);
         calls += by[at].calls;

@@ -348,6 +348,7 @@ def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, 
 def _communicator(
     comm: _CommSlot, ops: list[NcclOp], unix: Callable[[int], int]
 ) -> NcclCommunicator:
+    numbers = [op.number for op in ops if not op.is_message]
     return NcclCommunicator(
         hash=f"{comm.hash:x}",
         name=_text(comm.name),
@@ -357,7 +358,8 @@ def _communicator(
         nccl_version=comm.nccl_version if comm.nccl_version < 10**6 else 0,
         made_ns=unix(comm.made_ns),
         closed_ns=unix(comm.closed_ns),
-        collectives=min(comm.collectives, _INT_MAX),
+        # the operations are read after their communicator
+        collectives=max([min(comm.collectives, _INT_MAX), *numbers]),
         messages=min(comm.messages, _INT_MAX),
         finished=min(comm.finished_collectives, _INT_MAX),
         ops=tuple(sorted(ops, key=lambda op: (not op.captured, op.number))),

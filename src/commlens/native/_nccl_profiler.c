@@ -149,14 +149,7 @@ enum { RETURNED = 1, LAUNCHED = 2, ENQUEUED = 4, CAPTURED = 8, WITH_KERNELS = 16
 
 _Static_assert(sizeof(header) <= HEADER_SIZE && sizeof(comm) == 256 && sizeof(op) == 160 && sizeof(transfer) == 96, "layout");
 
-static struct {
-    header *head;
-    comm *comms;
-    op *ops;
-    transfer *transfers;
-    int pid;
-    int mask;
-} box;
+static struct { header *head; comm *comms; op *ops; transfer *transfers; int pid, mask; } box;
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 
 #define load(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
@@ -189,6 +182,13 @@ static void copy_text(char *to, const char *from, size_t room)
     memset(to + at, 0, room - at);
 }
 
+/* Another thread may look at the slot before it tries to claim it. */
+static void clear(uint64_t *from, const void *end)
+{
+    for (; (void *)from < end; from++)
+        __atomic_store_n(from, 0, __ATOMIC_RELAXED);
+}
+
 static void raise_to(uint64_t *word, uint64_t value)
 {
     uint64_t known = load(*word);
@@ -200,9 +200,7 @@ enum { NO_KIND, CONTEXT, GROUP_HANDLE, CALL, TASK, KERNEL, TRANSFER, STEP };
 #define GENERATION 0xFFFFFFu
 #define NONE 0xFFFFFFu
 
-typedef struct {
-    uint32_t kind, generation, index, more;
-} handle;
+typedef struct { uint32_t kind, generation, index, more; } handle;
 
 static void *pack(uint32_t kind, uint64_t generation, uint32_t index, uint32_t more)
 {
@@ -246,15 +244,17 @@ static comm *comm_of(const void *context)
 static int is_open(const op *of, const comm *in)
 {
     uint64_t state = load(of->state);
-    if (!(state & WITH_KERNELS) || STOPPED(state) >= CHANNELS(state) || of->comm_generation != GENERATION_OF(in->seq))
+    int is_of_this = load(of->comm_generation) == GENERATION_OF(load(in->seq));
+    if (!is_of_this || !(state & WITH_KERNELS) || STOPPED(state) >= CHANNELS(state))
         return 0;
-    return of->number > load(*(state & MESSAGE ? &in->finished_messages : &in->finished_collectives));
+    return load(of->number) > load(*(state & MESSAGE ? &in->finished_messages : &in->finished_collectives));
 }
 
 static int is_abandoned(const op *of)
 {
-    return of->comm >= COMMS || GENERATION_OF(load(box.comms[of->comm].seq)) != of->comm_generation ||
-           load(box.comms[of->comm].closed_ns);
+    uint32_t index = load(of->comm);
+    return index >= COMMS || GENERATION_OF(load(box.comms[index].seq)) != load(of->comm_generation) ||
+           load(box.comms[index].closed_ns);
 }
 
 /* Takes a slot for an operation; the caller writes it and then calls publish(). */
@@ -279,7 +279,7 @@ static uint32_t claim_op(comm *in, int is_message, int captured)
 static uint64_t publish(uint32_t index, uint64_t flags)
 {
     op *of = &box.ops[index];
-    uint64_t seq = of->seq + 1;
+    uint64_t seq = load(of->seq) + 1;
     store(of->state, GENERATION_OF(seq) << 40 | flags);
     store(of->seq, seq);
     return GENERATION_OF(seq);
@@ -294,17 +294,15 @@ static uint32_t begin_op(comm *in, const char *func, const char *datatype, uint6
     if (index == NONE)
         return NONE;
     op *of = &box.ops[index];
-    uint64_t seq = of->seq;
-    memset((char *)of + sizeof of->seq, 0, sizeof *of - sizeof of->seq);
-    of->seq = seq;
-    of->number = number;
+    clear(&of->number, of + 1);
+    store(of->number, number);
     copy_text(of->func, func, sizeof of->func);
     copy_text(of->datatype, datatype, sizeof of->datatype);
     of->count = count;
     of->root = root;
     of->peer = peer;
-    of->comm = (uint32_t)(in - box.comms);
-    of->comm_generation = (uint32_t)GENERATION_OF(in->seq);
+    store(of->comm, (uint32_t)(in - box.comms));
+    store(of->comm_generation, (uint32_t)GENERATION_OF(in->seq));
     of->thread = thread_id();
     of->called_ns = now;
     return index;
@@ -393,12 +391,13 @@ static void *start_kernel(const event *what)
 
 static void stop_kernel(op *of, handle by)
 {
-    uint64_t state;
-    if (!change(of, by, 1u << 8, 0, &state) || STOPPED(state) < CHANNELS(state) || of->comm >= COMMS)
+    uint64_t state, number = load(of->number); /* before the change, after which the slot may be used again */
+    uint32_t index = load(of->comm);
+    if (index >= COMMS || !change(of, by, 1u << 8, 0, &state) || STOPPED(state) < CHANNELS(state))
         return;
     store(of->stopped_ns, clock_ns(CLOCK_MONOTONIC));
-    comm *in = &box.comms[of->comm];
-    raise_to(state & MESSAGE ? &in->finished_messages : &in->finished_collectives, of->number);
+    comm *in = &box.comms[index];
+    raise_to(state & MESSAGE ? &in->finished_messages : &in->finished_collectives, number);
 }
 
 /* --- transfers between nodes, all of a communicator by one thread */
@@ -419,7 +418,7 @@ static void *start_transfer(comm *in, const event *what)
                       GENERATION_OF(load(box.comms[at->comm].seq)) != at->comm_generation;
         if ((seq & 1) || !is_over || !swap(at->seq, seq, seq + 1))
             continue;
-        memset((char *)at + sizeof at->seq, 0, sizeof *at - sizeof at->seq);
+        clear(&at->seq + 1, at + 1);
         at->op = by.index;
         at->op_generation = by.generation;
         at->replay = by.more;
@@ -488,15 +487,9 @@ static int start(void *context, void **to, const event *what, uint64_t type)
     return SUCCESS;
 }
 
-static int start_4(void *context, void **to, event *what)
-{
-    return start(context, to, what, *(const uint8_t *)what);
-}
+static int start_4(void *context, void **to, event *what) { return start(context, to, what, *(const uint8_t *)what); }
 
-static int start_5(void *context, void **to, event *what)
-{
-    return start(context, to, what, what->type);
-}
+static int start_5(void *context, void **to, event *what) { return start(context, to, what, what->type); }
 
 static int stop(void *packed)
 {
@@ -642,7 +635,7 @@ static void *add_comm(uint32_t api, uint32_t version, uint64_t hash, const char 
         uint64_t seq = load(in->seq);
         if ((seq & 1) || (seq && !load(in->closed_ns)) || !swap(in->seq, seq, seq + 1))
             continue;
-        memset((char *)in + sizeof in->seq, 0, sizeof *in - sizeof in->seq);
+        clear(&in->hash, in + 1);
         in->hash = hash;
         in->size = size;
         in->rank = rank;

