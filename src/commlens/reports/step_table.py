@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from commlens.speed.rhythm import PeriodicPause, StepChange
-from commlens.speed.step_times import StepPart, StepTimes
+from commlens.speed.step_times import RankTime, StepPart, StepTimes
 from commlens.text import (
     capital,
     count,
@@ -37,6 +37,15 @@ HEADINGS: Final = (
 _WORTH_NAMING: Final = 0.02  # of the step: a difference between the ranks
 
 
+class RankBar(msgspec.Struct):
+    """Where the time of a step goes on one rank."""
+
+    rank: str
+    waits: float  # percent of the step
+    sends: float
+    text: str  # "waits 21 ms, sends 6.0 ms"
+
+
 class StepTable(msgspec.Struct):
     """The answer in a few sentences, a table and what is not known."""
 
@@ -44,6 +53,7 @@ class StepTable(msgspec.Struct):
     headings: list[str]
     rows: list[list[str]]
     notes: list[str]
+    bars: list[RankBar] = []
 
 
 def step_table(times: StepTimes) -> StepTable:
@@ -62,6 +72,23 @@ def step_table(times: StepTimes) -> StepTable:
         headings,
         rows,
         [*notes[: bool(times.places_left_out)], *times.unknown],
+        _bars(times),
+    )
+
+
+def _bars(times: StepTimes) -> list[RankBar]:
+    """Return a bar for each rank; none if no time is known, or of a single rank."""
+    is_known = any(each.waited_ns or each.sent_ns for each in times.ranks)
+    return [_bar(each, times.step_ns) for each in times.ranks if is_known and len(times.ranks) > 1]
+
+
+def _bar(time: RankTime, step_ns: int) -> RankBar:
+    sends = f", sends {short_duration(time.sent_ns)}" if time.sent_ns else ""
+    return RankBar(
+        rank_phrase(time.rank),
+        round(100 * time.waited_ns / step_ns, 1),
+        round(100 * time.sent_ns / step_ns, 1),
+        f"waits {short_duration(time.waited_ns)}{sends}",
     )
 
 

@@ -154,16 +154,24 @@ def _numel(op: Collective) -> int:
     return sum(spec.numel for spec in op.args.payload)
 
 
-def waited_ns(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[dict[int, int]]:
+class DeviceTimes(NamedTuple):
+    """Where the time of the ranks' devices went, ns by rank."""
+
+    waited: dict[int, int]  # for other ranks
+    sent: dict[int, int]  # in transfers
+
+
+def device_times(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[DeviceTimes]:
     """Return for how long each rank's device waited for other ranks between any two edges (Unix ns)
     that follow one another; where members of a group are on other nodes, for how long it was in
     that group's collectives.
     """
-    found: list[dict[int, int]] = [defaultdict(int) for _ in edges[1:]]
+    found = [DeviceTimes(defaultdict(int), defaultdict(int)) for _ in edges[1:]]
     for each in timed:
-        waited = found[bisect_right(edges, each.op.announced_ns) - 1]
+        times = found[bisect_right(edges, each.op.announced_ns) - 1]
         for rank, ns in each.waited_ns.items():
-            waited[rank] += ns
+            times.waited[rank] += ns
+            times.sent[rank] += each.transfer_ns
     return found
 
 

@@ -23,12 +23,13 @@ from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
 from commlens.speed.device_times import (
+    DeviceTimes,
     TimedCollective,
     TransferTrend,
     are_timed,
+    device_times,
     timed_collectives,
     timed_until,
-    waited_ns,
 )
 from commlens.speed.rhythm import PeriodicPause, find_period, first_moments, round_starts
 
@@ -59,6 +60,7 @@ class Pace(NamedTuple):
     no_cpu_s: Mapping[int, float] = MappingProxyType({})
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
     begin_ns: int = 0  # Unix
+    sent_s: Mapping[int, float] = MappingProxyType({})  # rank: time in transfers of its device
     min_cost: float = MIN_COST  # share of the time: nobody who costs less is named
     max_cost: float = 1.0  # nor who costs more
     step: int = 0  # in which it begins
@@ -121,11 +123,11 @@ def _measure_pieces(
             if edges[0] <= op.announced_ns < edges[-1]:
                 inside[bisect_right(edges, op.announced_ns) - 1][log.rank].append(op)
     waits = find_waits(logs)
-    on_device = waited_ns(timed, edges)
+    on_device = device_times(timed, edges)
     rounds = {log.rank: round_starts(log) for log in logs} if not any(map(_steps, logs)) else {}
     return [
-        _pace_of(window, ops, waited, waits, rounds)
-        for window, ops, waited in zip(pairwise(edges), inside, on_device, strict=True)
+        _pace_of(window, ops, times, waits, rounds)
+        for window, ops, times in zip(pairwise(edges), inside, on_device, strict=True)
     ]
 
 
@@ -136,7 +138,7 @@ def _steps(log: RankLog) -> int:
 def _pace_of(
     window: Span,
     inside: Mapping[int, Sequence[Collective]],
-    on_device: Mapping[int, int],
+    on_device: DeviceTimes,
     waits: Mapping[int, Sequence[WaitTime]],
     rounds: Mapping[int, Sequence[int]],
 ) -> Pace | None:
@@ -145,14 +147,14 @@ def _pace_of(
     Args:
         window: Unix ns.
         inside: the collectives that each rank issued in it.
-        on_device: for how long each rank's device waited in it, ns.
+        on_device: where the devices' time in it went.
         waits: of each rank's host.
         rounds: when each rank began a round, if no rank counts steps.
     """
     if not all(len(ops) >= _MIN_COLLECTIVES and are_timed(ops) for ops in inside.values()):
         return None
     waited = {
-        rank: (length(spans_in(waits[rank], window)) + on_device.get(rank, 0)) * _NS
+        rank: (length(spans_in(waits[rank], window)) + on_device.waited.get(rank, 0)) * _NS
         for rank in inside
     }
     steps = [
@@ -169,6 +171,7 @@ def _pace_of(
         window_s / max(1, *steps),
         is_whole=_sees_other_nodes(inside),
         begin_ns=window[0],
+        sent_s={rank: ns * _NS for rank, ns in on_device.sent.items() if ns},
         min_cost=MIN_COST_ON_DEVICE if is_exact else MIN_COST,
         step=max(ops[0].step for ops in inside.values()),
         by_rounds=bool(rounds),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from statistics import mean
 from typing import Final
 
@@ -19,7 +20,15 @@ from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
-from commlens.speed.pace import WaitTime, common_span, find_waits, on_device_ns, spans_in
+from commlens.speed.device_times import timed_collectives
+from commlens.speed.pace import (
+    WaitTime,
+    common_span,
+    find_waits,
+    on_device_ns,
+    spans_in,
+    timed_span,
+)
 from commlens.speed.rhythm import first_moments
 from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
 
@@ -49,6 +58,14 @@ class StepPart(msgspec.Struct):
     device_ns: int | None = None  # on an accelerator, waited for or hidden; None: none, or unknown
 
 
+class RankTime(msgspec.Struct):
+    """Where the time of a step goes on one rank: what is left is its own work."""
+
+    rank: int
+    waited_ns: int  # on the host, in collectives; on an accelerator, for late ranks
+    sent_ns: int  # on an accelerator: in transfers of data
+
+
 class StepTimes(msgspec.Struct):
     """Where the communication time of a step goes: the mean over some steps and the ranks."""
 
@@ -60,6 +77,7 @@ class StepTimes(msgspec.Struct):
     hidden_ns: int = 0
     device_ns: int | None = None
     waited_by_rank: dict[int, int] = {}
+    ranks: list[RankTime] = []
     parts: list[StepPart] = []  # groups, the longest wait first, each followed by its places
     places_left_out: int = 0
     unknown: list[str] = []  # what is not known, in sentences
@@ -117,7 +135,12 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     """
     logs = _sample_of_hosts([log for log in logs if log.collectives])
     moments = {log.rank: first_moments(log) for log in logs}
-    whole = [{step for step in each if step + 1 in each} for each in moments.values()]
+    # of steps on a device, those whose durations are known, if any are
+    until = timed_span(logs)[1] or inf
+    whole = [
+        {step for step in each if step + 1 in each and each[step + 1] <= until}
+        for each in moments.values()
+    ]
     steps = _newest_run(set.intersection(*whole)) if whole else []
     if not steps:
         return StepTimes(unknown=[_why_none(logs)])
@@ -141,8 +164,32 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     # else only the moment between a call and its wait
     times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns
     times.unknown = _unknown(ranks, times)
+    times.ranks = _rank_times(logs, windows, times)
     times.parts, times.places_left_out = _groups_and_places(ranks, number)
     return times
+
+
+def _rank_times(
+    logs: Sequence[RankLog], windows: Mapping[int, Span], times: StepTimes
+) -> list[RankTime]:
+    """Return where each rank's time goes.
+
+    Args:
+        logs: of the ranks.
+        windows: the time of the steps on each rank, Unix ns.
+        times: the steps.
+    """
+    waited, sent = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+    begins, ends = zip(*windows.values(), strict=True)
+    for each in timed_collectives(logs, (min(begins), max(ends))):
+        for rank, ns in each.waited_ns.items():
+            if windows[rank][0] <= each.op.announced_ns < windows[rank][1]:
+                waited[rank] += ns
+                sent[rank] += each.transfer_ns
+    return [
+        RankTime(rank, on_host + waited[rank] // times.steps, sent[rank] // times.steps)
+        for rank, on_host in sorted(times.waited_by_rank.items())
+    ]
 
 
 def measure_traffic(logs: Sequence[RankLog]) -> list[StepPart]:

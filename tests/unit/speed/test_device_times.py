@@ -13,13 +13,13 @@ from commlens.model.collective import Frame, Stack
 from commlens.model.ranklog import RankLog
 from commlens.speed.device_times import (
     are_timed,
+    device_times,
     find_slow_link,
     is_message,
     payload_by_place,
     timed_collectives,
     timed_until,
     usual_transfers,
-    waited_ns,
 )
 from commlens.speed.pace import Pace, PaceMeter, SlowRanks, find_slow_ranks, recent, with_since
 
@@ -44,9 +44,10 @@ def followed(job: DeviceJob, until_s: float) -> tuple[list[Pace], SlowRanks | No
 def test_the_member_that_comes_last_waits_for_nobody() -> None:
     logs = seen(DeviceJob(4, fault=Fault("device", 2, 1.5)), 20.0)
     begin, end = whole(logs)
-    (waited,) = waited_ns(timed_collectives(logs, (begin, end)), (begin, end))
+    ((waited, sent),) = device_times(timed_collectives(logs, (begin, end)), (begin, end))
     assert waited[2] < 0.02 * (end - begin)
     assert all(waited[rank] > 0.2 * (end - begin) for rank in (0, 1, 3))
+    assert len({*sent.values()}) == 1 and 0.03 < sent[0] / (end - begin) < 0.06
 
 
 def test_a_transfer_is_what_the_last_member_measures() -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from builders import MS
+from builders import MS, S
+from device_jobs import DeviceJob, Fault
 from paced_jobs import job
 
 from commlens.model.collective import LearnedHow
 from commlens.model.ranklog import RankLog
 from commlens.model.worlds import JobWorld, Worlds
 from commlens.reports.step_table import step_table
+from commlens.speed.device_times import timed_until
+from commlens.speed.rhythm import first_moments
 from commlens.speed.step_times import StepTimes, step_times
 from commlens.text import naming_worlds
 
@@ -51,7 +54,17 @@ def test_exposed_waits():
         ("all_reduce at train.py:10 train", 1, 4.25),
         ("all_reduce at train.py:20 train", 1, 0.5),
     ]
+    assert [(each.rank, ms(each.waited_ns), each.sent_ns) for each in times.ranks] == [
+        (0, 6, 0),
+        (1, 6, 0),
+        (2, 1, 0),
+        (3, 6, 0),
+    ]
     table = step_table(times)
+    assert [(bar.rank, bar.waits, bar.sends, bar.text) for bar in table.bars][1:3] == [
+        ("rank 1", 33.3, 0.0, "waits 6.0 ms"),
+        ("rank 2", 5.5, 0.0, "waits 998 us"),
+    ]
     assert (
         table.answer
         == "A step takes 18 ms (steps 1 to 18). A rank waits in collectives for 4.7 ms of it (26%)."
@@ -150,3 +163,22 @@ def test_a_large_job_is_sampled():
 def test_it_can_be_written_as_json():
     times = step_times(job(2, 10, compute))
     assert msgspec.json.decode(msgspec.json.encode(times), type=StepTimes) == times
+
+
+def test_each_rank_waits_and_sends_on_its_device():
+    times = step_times(job(4, 20, compute, device="cuda"))
+    shown = {
+        each.rank: (round(ms(each.waited_ns)), round(ms(each.sent_ns))) for each in times.ranks
+    }
+    assert shown == {0: (5, 1), 1: (5, 1), 2: (0, 1), 3: (5, 1)}
+    assert step_table(times).bars[0].text == "waits 5.0 ms, sends 1.0 ms"
+
+
+def test_steps_whose_durations_are_not_known_yet_are_left_out():
+    *_, (_, logs) = DeviceJob(4, fault=Fault("device", 2, 1.5), reading_s=14.0).looks(50.0)
+    known = min(timed_until(log) for log in logs)
+    assert known < logs[0].captured_ns - 2 * S
+    times = step_times(logs)
+    assert first_moments(logs[0])[times.last_step] < known
+    waits = {each.rank: each.waited_ns / times.step_ns for each in times.ranks}
+    assert waits[2] < 0.02 and min(waits[rank] for rank in (0, 1, 3)) > 0.25

@@ -226,6 +226,15 @@ export interface StepTable {
   headings: string[];
   rows: string[][];
   notes: string[];
+  bars: RankBar[];
+}
+
+/** Where the time of a step goes on one rank, in percent of the step; the rest is its own work. */
+export interface RankBar {
+  rank: string;
+  waits: number;
+  sends: number;
+  text: string;
 }
 
 /** The lines of source around the culprit's. */

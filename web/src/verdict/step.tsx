@@ -1,6 +1,6 @@
 import { Section } from "../shared/page";
 import { Sideways } from "../shared/sideways";
-import type { VerdictPage } from "./data";
+import type { RankBar, VerdictPage } from "./data";
 
 /** Where the communication time of a step goes. */
 export function Step({ page }: { page: VerdictPage }) {
@@ -23,7 +23,37 @@ export function Step({ page }: { page: VerdictPage }) {
           </tbody>
         </table>
       </Sideways>
+      {step.bars.length > 0 && <Bars bars={step.bars} />}
       {step.notes.map((note, index) => <p key={index} class="about">{note}</p>)}
     </Section>
+  );
+}
+
+/** A bar for each rank: what it waits, what it sends, and the rest, its own work. */
+function Bars({ bars }: { bars: RankBar[] }) {
+  const sends = bars.some((bar) => bar.sends > 0);
+  return (
+    <>
+      <p class="about step-legend">
+        A step by rank: <span class="waits">waiting</span> {sends && <><span class="sends">sending</span> </>}<span class="works">its own work</span>
+      </p>
+      <table class="step-bars">
+        <tbody>
+          {bars.map((bar) => (
+            <tr key={bar.rank}>
+              <th scope="row">{bar.rank}</th>
+              <td aria-hidden="true">
+                <svg viewBox="0 0 100 10" preserveAspectRatio="none">
+                  <rect class="works" width="100" height="10" />
+                  <rect class="waits" width={bar.waits} height="10" />
+                  <rect class="sends" x={bar.waits} width={bar.sends} height="10" />
+                </svg>
+              </td>
+              <td>{bar.text}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </>
   );
 }

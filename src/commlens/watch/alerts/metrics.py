@@ -192,6 +192,13 @@ class Metrics:
             ),
             Metric(
                 "gauge",
+                "sending_ratio",
+                "Share of the time in transfers between accelerators.",
+                "rank",
+                {rank: s / pace.window_s for rank, s in pace.sent_s.items()} if pace else {},
+            ),
+            Metric(
+                "gauge",
                 "slow_rank",
                 "1 for a rank that makes the job slow.",
                 "rank",
