@@ -1,7 +1,7 @@
 r"""Count how often slow ranks and links are named in jobs whose hosts run ahead of their devices.
 
     python benchmarks/slow_devices.py [--jobs 300] [--healthy 300] [--first 0] [--slowdown 1.3]
-        [--pipelines]
+        [--pipelines] [--nvrx]
 
 Each job is simulated (``tests/unit/support/device_jobs.py``: who waits for whom, by arithmetic):
 4 to 64 ranks, data parallel or tensor and data parallel, with or without experts, whose hosts
@@ -16,6 +16,9 @@ not to be named. With ``--pipelines``, the jobs have 2 to 8 stages with 1 to 4 r
 send messages; all ranks of a stage may have more work from the beginning, and a slow link between
 two stages names nobody. In healthy jobs, of which a third write a checkpoint on rank 0 now and then, nobody
 is.
+With ``--nvrx``, the scores of NVIDIA's straggler detection (``pip install nvidia-resiliency-ext``) are
+computed for the same jobs by its own code, from the times of the ranks' kernels and of their loading of
+batches after the fault began, at its thresholds of 0.75.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import argparse
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+import numpy as np
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS / "unit" / "support"), str(TESTS / "unit"), str(TESTS)]
@@ -42,6 +47,7 @@ from commlens.speed import pace  # noqa: E402
 from commlens.watch.slowness import profile_seconds  # noqa: E402
 
 BEGINS_S = 30.0
+NVRX_THRESHOLD = 0.75
 UNTIL_S = 110.0
 SAMPLES_PER_S = 50  # of the stacks, by py-spy
 KINDS = {
@@ -135,6 +141,8 @@ def watch(job: DeviceJob) -> Told:
         new = meter.measure(logs, 2, 5.0)
         paces += new
         slow = pace.find_slow_ranks(pace.recent(paces)) if new else None
+        if slow is not None and pace.find_periodic_waits(slow, logs) is not None:
+            slow = None
         slower = meter.transfers.slower() if new else None
         if slow is not None:
             slow = pace.with_since(slow, paces)
@@ -189,6 +197,52 @@ def why_of(job: DeviceJob, slow: pace.SlowRanks, logs: Sequence[RankLog]) -> str
     return "data-loading" if why == "user-code" else str(why)
 
 
+def judge_by_nvrx(job: DeviceJob) -> str:
+    """Return whether NVIDIA's detection names the right rank alone: "right", "wrong", "none"."""
+    from nvidia_resiliency_ext.straggler.reporting import ReportGenerator, Statistic
+
+    times: dict[str, list[np.ndarray]] = {"kernels": [], "load_batch": []}
+    job.timed = times
+    for now_s, _ in job.looks(UNTIL_S):
+        if now_s <= BEGINS_S:
+            for each in times.values():
+                each.clear()
+    named: set[int] = set()
+    generator = ReportGenerator.__new__(ReportGenerator)  # its rules, without a process group
+    medians = {name: np.median(np.stack(each), axis=0) for name, each in times.items()}
+    means = {name: np.mean(np.stack(each), axis=0) for name, each in times.items()}
+    reference = {name: float(each.min()) for name, each in medians.items()}
+    for rank in range(job.ranks):
+        summaries = {
+            name: {
+                Statistic.MED: medians[name][rank],
+                Statistic.AVG: means[name][rank],
+                Statistic.NUM: len(times[name]),
+            }
+            for name in times
+        }
+        kernels = {"kernels": summaries["kernels"]}
+        section = {"load_batch": summaries["load_batch"]}
+        scores = [
+            generator._compute_gpu_perf_score(kernels, reference),
+            *generator._compute_sections_perf_scores(section, reference).values(),
+        ]
+        if min(scores) < NVRX_THRESHOLD:
+            named.add(rank)
+    return ("right" if sorted(named) == expected(job) else "wrong") if named else "none"
+
+
+def compare_with_nvrx(seeds: range, make: Callable[..., DeviceJob], factor: float | None) -> None:
+    """Print what NVIDIA's detection says of the jobs, by the kind of fault, and of healthy ones."""
+    said: dict[str, Counter[str]] = defaultdict(Counter)
+    for seed in seeds:
+        job = make(seed, factor, healthy=False)
+        said[job.fault.kind if job.fault else ""][judge_by_nvrx(job)] += 1
+        said["healthy"][judge_by_nvrx(make(seed + 1_000_000, None, healthy=True))] += 1
+    for kind, counts in sorted(said.items()):
+        print(f"{kind}: {dict(counts)}")
+
+
 def main() -> None:
     """Run the jobs and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -196,9 +250,14 @@ def main() -> None:
     parser.add_argument("--healthy", type=int, default=300)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--pipelines", action="store_true", help="jobs whose ranks send messages")
+    parser.add_argument("--nvrx", action="store_true", help="judge by NVIDIA's detection instead")
     parser.add_argument("--slowdown", type=float, help="the factor of all faults")
     options = parser.parse_args()
     make = pipeline_of if options.pipelines else job_of
+    if options.nvrx:
+        seeds = range(options.first, options.first + options.jobs)
+        compare_with_nvrx(seeds, make, options.slowdown)
+        return
     rows: dict[float, list[Told]] = defaultdict(list)
     hidden: list[Told] = []
     for seed in range(options.first, options.first + options.jobs):

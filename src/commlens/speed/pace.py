@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from statistics import median
 from types import MappingProxyType
@@ -162,8 +162,6 @@ def _pace_of(
         for rank, ops in inside.items()
     ]
     window_s = length([window]) * _NS
-    runs_ahead = all(op.channel.runs_ahead for ops in inside.values() for op in ops[-1:])
-    is_exact = runs_ahead and not any(op.is_point_to_point for ops in inside.values() for op in ops)
     return Pace(
         window_s,
         min(steps),
@@ -171,12 +169,23 @@ def _pace_of(
         window_s / max(1, *steps),
         is_whole=_sees_other_nodes(inside),
         begin_ns=window[0],
-        sent_s={rank: ns * _NS for rank, ns in on_device.sent.items() if ns},
-        min_cost=MIN_COST_ON_DEVICE if is_exact else MIN_COST,
+        sent_s={rank: ns * _NS for rank, ns in on_device.sent.items()},
+        min_cost=_min_cost(inside.values()),
         step=max(ops[0].step for ops in inside.values()),
         by_rounds=bool(rounds),
         max_cost=_MAX_COST_OF_ROUNDS if rounds else 1.0,
     )
+
+
+def _min_cost(each: Collection[Sequence[Collective]]) -> float:
+    """Return the share of the time that a rank must cost to be named.
+
+    Args:
+        each: the collectives of each rank, at least one.
+    """
+    runs_ahead = all(ops[-1].channel.runs_ahead for ops in each)
+    has_messages = any(op.is_point_to_point for ops in each for op in ops)
+    return MIN_COST_ON_DEVICE if runs_ahead and not has_messages else MIN_COST
 
 
 def _number_in(moments: Sequence[int], window: Span) -> int:

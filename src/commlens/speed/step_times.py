@@ -135,13 +135,7 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     """
     logs = _sample_of_hosts([log for log in logs if log.collectives])
     moments = {log.rank: first_moments(log) for log in logs}
-    # of steps on a device, those whose durations are known, if any are
-    until = timed_span(logs)[1] or inf
-    whole = [
-        {step for step in each if step + 1 in each and each[step + 1] <= until}
-        for each in moments.values()
-    ]
-    steps = _newest_run(set.intersection(*whole)) if whole else []
+    steps = _whole_steps(logs, moments)
     if not steps:
         return StepTimes(unknown=[_why_none(logs)])
     waits, arrivals = find_waits(logs), _last_arrivals(logs)
@@ -167,6 +161,22 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     times.ranks = _rank_times(logs, windows, times)
     times.parts, times.places_left_out = _groups_and_places(ranks, number)
     return times
+
+
+def _whole_steps(logs: Sequence[RankLog], moments: Mapping[int, Mapping[int, int]]) -> list[int]:
+    """Return the newest steps that follow one another and that all records show from begin to end;
+    of steps on a device, those whose durations are known, if any are.
+
+    Args:
+        logs: of the ranks.
+        moments: by rank, when each step began (Unix ns).
+    """
+    until = timed_span(logs)[1] or inf
+    whole = [
+        {step for step in each if step + 1 in each and each[step + 1] <= until}
+        for each in moments.values()
+    ]
+    return _newest_run(set.intersection(*whole)) if whole else []
 
 
 def _rank_times(

@@ -67,6 +67,8 @@ class DeviceJob:
     reading_s: float = 14.0
     load_s: float = 0.003
     logs: list[RankLog] = field(default_factory=list)
+    # if somebody asks: the times of all ranks' kernels, and of their loading, one array for each
+    timed: dict[str, list[np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
@@ -111,6 +113,16 @@ class DeviceJob:
                 "stage": self.ranks_like(fault.rank),
             }
             times[slow.get(fault.kind, [])] *= fault.factor
+        if "kernels" in self.timed:
+            self.timed["kernels"].append(times)
+        return times
+
+    def _load(self, now_s: float) -> np.ndarray:
+        times = self._varied(self.load_s)
+        if self._is_on(now_s) and self.fault is not None and self.fault.kind == "host":
+            times[self.fault.rank] += (self.fault.factor - 1) * self.step_s
+        if "load_batch" in self.timed:
+            self.timed["load_batch"].append(times)
         return times
 
     def _kind_of_links(self) -> str:
@@ -142,9 +154,7 @@ class DeviceJob:
 
     def _run_step(self, host: np.ndarray, device: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now = float(host.min())
-        host = host + self._varied(self.load_s)
-        if self._is_on(now) and self.fault is not None and self.fault.kind == "host":
-            host[self.fault.rank] += (self.fault.factor - 1) * self.step_s
+        host = host + self._load(now)
         if self.pauses_every and self.step % self.pauses_every == self.pauses_every - 1:
             host[0] += 1.0
         layers = 4
@@ -283,9 +293,7 @@ class PipelineJob(DeviceJob):
 
     def _run_step(self, host: np.ndarray, device: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         now, size = float(host.min()), self.ranks // self.pp
-        host = host + self._varied(self.load_s)
-        if self._is_on(now) and self.fault is not None and self.fault.kind == "host":
-            host[self.fault.rank] += (self.fault.factor - 1) * self.step_s
+        host = host + self._load(now)
         device, part = np.maximum(host, device), 0.8 * self.step_s / self.microbatches / 3
         issued: list[tuple[int, float, str, int, float, float]] = []
         calls = np.zeros(self.ranks)

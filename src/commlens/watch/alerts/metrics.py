@@ -195,7 +195,7 @@ class Metrics:
                 "sending_ratio",
                 "Share of the time in transfers between accelerators.",
                 "rank",
-                {rank: s / pace.window_s for rank, s in pace.sent_s.items()} if pace else {},
+                _shares_sent(pace),
             ),
             Metric(
                 "gauge",
@@ -298,3 +298,9 @@ def _shares(pace: Pace | None) -> dict[int, float]:
         if pace is not None
         else {}
     )
+
+
+def _shares_sent(pace: Pace | None) -> dict[int, float]:
+    """Return the share of the time in transfers of each rank's device, where any is known."""
+    sent = pace.sent_s.items() if pace is not None else ()
+    return {rank: seconds / pace.window_s for rank, seconds in sent if pace and seconds}
