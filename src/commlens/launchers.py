@@ -5,7 +5,7 @@ library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 
@@ -18,6 +18,8 @@ class Launcher(NamedTuple):
     world_size: str = ""
     local_rank: str = ""
 
+
+_WORKER_OF_RAY: Final = "ray/_private/workers/default_worker.py"
 
 REPLICA: Final = "REPLICA_GROUP_ID"
 """The number of a replica group, each of which is a job of its own: set by torchft's launcher."""
@@ -105,6 +107,13 @@ def world_of(environ: Mapping[str, str], command: bytes) -> str:
         return f"replica {replica[:40]}"
     actor = re.match(rb"ray::(\w+)", command)
     return actor[1].decode() if actor is not None else ""
+
+
+def command_of(argv: Sequence[str]) -> Sequence[str]:
+    """Return the command by which a program is known, from ``sys.argv``: of Ray's worker, without
+    the ports and folders of its session, which are others after each start.
+    """
+    return argv[:1] if argv and argv[0].endswith(_WORKER_OF_RAY) else argv
 
 
 def launcher_of(environ: Mapping[str, str]) -> str:

@@ -48,3 +48,18 @@ def test_a_variable_that_holds_no_number_is_as_good_as_none() -> None:
 )
 def test_the_name_of_a_program_that_gives_none(command: bytes, replica: str, name: str) -> None:
     assert launchers.world_of({"REPLICA_GROUP_ID": replica}, command) == name
+
+
+WORKER = "/env/lib/python3.11/site-packages/ray/_private/workers/default_worker.py"
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        ([WORKER, "--node-manager-port=38411", "--startup-token=3"], [WORKER]),
+        (["train.py", "--lr=1"], ["train.py", "--lr=1"]),
+        ([], []),
+    ],
+)
+def test_a_worker_of_ray_is_known_without_its_session(argv: list[str], command: list[str]) -> None:
+    assert launchers.command_of(argv) == command

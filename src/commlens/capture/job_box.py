@@ -247,9 +247,11 @@ def _header_json(job: str) -> dict[str, Any]:
         "restart": launchers.number(os.environ, ["TORCHELASTIC_RESTART_COUNT"], 0),
         "launcher": launchers.launcher_of(os.environ),
         "env_world_size": launchers.number(os.environ, ["WORLD_SIZE"], 0),
-        "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[
-            :300
-        ],
+        "script": " ".join(
+            [INLINE_CODE, *sys.argv[1:]]
+            if sys.argv[:1] == ["-c"]
+            else launchers.command_of(sys.argv)
+        )[:300],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commlens": __version__,
