@@ -74,6 +74,7 @@ class _Subject:
     # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and the waits for a core
     core_waits: deque[tuple[int, dict[int, tuple[int, int]]]] = field(default_factory=deque)
     sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
+    served: int = 0  # bytes that a store in which watchers meet has moved so far
     unsent: int = 0
     # (CLOCK_MONOTONIC ns, seconds so far)
     throttled: deque[tuple[int, float]] = field(default_factory=deque)
@@ -103,6 +104,9 @@ class Observer:
         self._subjects: dict[int, _Subject] = {}  # by pid
         self._tcp: dict[int, process.TcpSocket] = {}  # by inode
         self._tcp_at = 0  # CLOCK_MONOTONIC ns
+        self.store_ports: frozenset[int] = frozenset()
+        """Ports of stores in which watchers meet: to serve these is no work of the process's own.
+        """
 
     def add(
         self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])
@@ -153,22 +157,24 @@ class Observer:
 
     def _count(self, subject: _Subject, reaped_cpu_s: float, now: int) -> _Counts:
         """Read the counters of a process, its children and their connections."""
-        if now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
-            self._tcp, self._tcp_at = process.tcp_sockets(), now
         children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
         stats = [stat for child in children if (stat := process.read_stat(child)) is not None]
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
         counted = [process.io_bytes(each) for each in (subject.pid, *children)]
+        # after these: what a store has served until then is subtracted
+        if self.store_ports or now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
+            self._tcp, self._tcp_at = process.tcp_sockets(), now
+        net_bytes = self._count_traffic(subject, children, now)
         io_bytes = None
         if counted[0] is not None:
             calls, disks = zip(*filter(None, counted), strict=True)
-            io_bytes = sum(calls), sum(disks)
+            io_bytes = sum(calls) - subject.served, sum(disks)
         runs = any(stat.state == "R" for stat in stats)
-        return _Counts(now, io_bytes, cpu_s, runs, self._count_traffic(subject, children, now))
+        return _Counts(now, io_bytes, cpu_s, runs, net_bytes)
 
     def _count_traffic(self, subject: _Subject, children: Sequence[int], now: int) -> int:
         """Return the bytes that the connections of a process and its children have moved so far,
-        without those of an idle conversation.
+        without those of an idle conversation, and of a store in which watchers meet.
         """
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
         tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp}
@@ -176,10 +182,16 @@ class Observer:
         if subject.counts:
             before = subject.counts[-1]
             least = _CHATTER * (now - before.at_ns) / 1e9
-            steps = (one.moved - subject.sockets.get(inode, 0) for inode, one in tcp.items())
-            moved = before.net_bytes + sum(step for step in steps if step >= least)
+            steps = [
+                (one.moved - subject.sockets.get(inode, 0), one.port in self.store_ports)
+                for inode, one in tcp.items()
+            ]
+            moved = before.net_bytes + sum(
+                step for step, is_served in steps if step >= least and not is_served
+            )
+            subject.served += sum(step for step, is_served in steps if is_served)
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
-        subject.unsent = sum(one.unsent for one in tcp.values())
+        subject.unsent = sum(one.unsent for one in tcp.values() if one.port not in self.store_ports)
         return moved
 
     def is_stopped(self, pid: int) -> bool:

@@ -284,6 +284,7 @@ class TcpSocket(NamedTuple):
 
     moved: int  # bytes that the other side has acknowledged, and bytes received
     unsent: int  # bytes written that the other side has not acknowledged
+    port: int = 0  # on this side
 
 
 def tcp_sockets() -> dict[int, TcpSocket]:
@@ -318,12 +319,13 @@ def _add_sockets(answer: bytes, found: dict[int, TcpSocket]) -> bool:
         if kind != _SOCK_DIAG_BY_FAMILY:
             return False
         unsent, _, inode = struct.unpack_from("=III", answer, at + 76)
+        (port,) = struct.unpack_from("!H", answer, at + 20)
         attribute, end = at + 88, at + size
         while attribute + 4 <= end:
             length, name = struct.unpack_from("=HH", answer, attribute)
             if name == 2 and length >= 140:  # INET_DIAG_INFO: struct tcp_info
                 found[inode] = TcpSocket(
-                    sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent
+                    sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent, port
                 )
             attribute += max(4, (length + 3) & ~3)
         at += max(16, (size + 3) & ~3)

@@ -112,6 +112,37 @@ def test_work_outside_its_own_threads() -> None:
         assert seen.unsent_bytes > 0
 
 
+def test_to_serve_a_store_of_the_watchers_is_no_work() -> None:
+    code = (
+        "import socket\ns = socket.create_server(('127.0.0.1', 0))\n"
+        "print(s.getsockname()[1], flush=True)\nc = s.accept()[0]\n"
+        "import os\nwhile data := os.read(c.fileno(), 1 << 16):\n    os.write(c.fileno(), data)"
+    )
+    if not process.tcp_sockets():
+        pytest.skip("the kernel does not tell what connections move")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        observers = [Observer(use_py_spy=False) for _ in range(2)]
+        observers[1].store_ports = frozenset({port})
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            for observer in observers:
+                observer.add(server.pid, job_dirs.start_ticks(server.pid))
+                observer.sample(server.pid, pulse())
+            for _ in range(4):
+                client.sendall(bytes(1 << 16))
+                left = 1 << 16
+                while left:
+                    left -= len(client.recv(left))
+                time.sleep(0.5)
+                for observer in observers:
+                    observer.sample(server.pid, pulse())
+        plain, served = (observer.observe(server.pid) for observer in observers)
+        server.kill()
+    assert (plain.net_bytes or 0) > 1 << 18 and (plain.io_bytes or 0) > 1 << 18
+    assert served.net_bytes == 0 and served.unsent_bytes == 0 and (served.io_bytes or 0) < 1 << 10
+
+
 def test_one_write_of_a_large_file_shows_before_it_returns(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
