@@ -2,7 +2,8 @@
 count what commlens says about them: ``python benchmarks/worlds_soak.py --jobs 120``.
 
 Every job is a real one of 2 to 5 processes over gloo, started one by one as Ray or a server starts
-them. A miss keeps its folder; its seed replays it.
+them. With ``--nodes 2`` the worlds, or the ranks of an only world, are on emulated nodes: processes
+of two nodes do not see each other's black boxes. A miss keeps its folder; its seed replays it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -72,17 +74,24 @@ class Job:
     fault: str  # "none": healthy
     culprit: str  # ROLE:RANK
     step: int
+    nodes: int = 1
+
+    def node_of(self, role: str, rank: int) -> int:
+        """Return the node of a process: each world has one, or the ranks of an only world do."""
+        several = len(self.sizes) > 1
+        return ([*self.sizes].index(role) if several else rank) % self.nodes
 
     def __str__(self) -> str:
         processes = " + ".join(f"{size} {role}" for role, size in self.sizes.items())
         where = "" if self.fault == "none" else f" of {self.culprit}, step {self.step}"
-        return f"seed {self.seed}: {self.shape} of {processes}; {self.fault}{where}"
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"seed {self.seed}: {self.shape} of {processes}{nodes}; {self.fault}{where}"
 
 
-def draw(seed: int) -> Job:
+def draw(seed: int, nodes: int = 1, shapes: Sequence[str] = tuple(SHAPES)) -> Job:
     """Return the job of a seed: an even one is healthy."""
     rng = random.Random(seed)
-    shape = rng.choice(list(SHAPES))
+    shape = rng.choice(shapes)
     sizes = {
         "weight_sync": {"trainer": rng.choice([1, 2, 3]), "rollout": rng.choice([1, 2])},
         "pairs": {"job": rng.choice([3, 4])},
@@ -100,7 +109,7 @@ def draw(seed: int) -> Job:
     if fault == "stale address":
         members = [name for name in members if name not in ("trainer:0", "job:1", "engine:0")]
     step = rng.randrange(3, 6) if shape in ("quorums", "restart") else rng.randrange(1, 6)
-    return Job(seed, shape, sizes, fault, rng.choice(members), step)
+    return Job(seed, shape, sizes, fault, rng.choice(members), step, nodes)
 
 
 class Run:
@@ -131,17 +140,18 @@ class Run:
             "PYTHONWARNINGS": "ignore",
             "COLUMNS": "200",
             "COMMLENS_STALL_TIMEOUT": str(STALL_TIMEOUT_S),
-            "COMMLENS_BOX_DIR": str(self.boxes),
         }
         command = [sys.executable, *(["-m", "commlens", "run"] if self.recorded else [])]
         try:
             for (role, size), port in zip(self.job.sizes.items(), ports, strict=True):
                 for rank in range(size):
+                    node = f"node{self.job.node_of(role, rank)}"
                     own = {
                         "RANK": str(rank),
                         "WORLD_SIZE": str(size),
                         "MASTER_PORT": port,
-                        "COMMLENS_DUMP_DIR": str(self.folder / "dumps" / role),
+                        "COMMLENS_BOX_DIR": str(self.boxes / node),
+                        "COMMLENS_DUMP_DIR": str(self.folder / "dumps" / node / role),
                     }
                     with (self.folder / f"{role}-{rank}.txt").open("wb") as output:
                         self.started[f"{role}:{rank}"] = subprocess.Popen(
@@ -178,7 +188,7 @@ class Run:
     def verdicts(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the verdicts that were saved, with the role whose watcher saved each."""
         found = []
-        for path in sorted(self.folder.glob("dumps/*/*/verdict.json")):
+        for path in sorted(self.folder.glob("dumps/*/*/*/verdict.json")):
             with contextlib.suppress(OSError, ValueError):
                 found.append((path.parts[-3], json.loads(path.read_text())))
         return found
@@ -253,9 +263,9 @@ def judge(job: Job, run: Run, bare: Run | None) -> tuple[str, str]:
     return "right", ""
 
 
-def try_seed(seed: int, keep: Path) -> tuple[Job, str, str]:
-    """Run a seed's job, bare too if it is healthy. Returns its outcome and the reason."""
-    job, folder = draw(seed), keep / f"seed-{seed}"
+def try_job(job: Job, keep: Path) -> tuple[Job, str, str]:
+    """Run a job, bare too if it is healthy. Returns its outcome and the reason."""
+    folder = keep / f"seed-{job.seed}"
     shutil.rmtree(folder, ignore_errors=True)
     run = Run(job, folder / "recorded", recorded=True)
     run.run()
@@ -269,7 +279,7 @@ def try_seed(seed: int, keep: Path) -> tuple[Job, str, str]:
     outcome, why = judge(job, run, bare)
     print(f"{outcome:10} {job}{'; ' * bool(why)}{why}", flush=True)
     if outcome == "right":
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return job, outcome, why
 
 
@@ -283,8 +293,9 @@ def table(outcomes: list[tuple[Job, str, str]]) -> str:
     for job, outcome, _ in outcomes:
         counts["none: healthy" if job.fault == "none" else job.fault][outcome] += 1
     seeds = [job.seed for job, _, _ in outcomes]
+    on = f" on {outcomes[0][0].nodes} nodes" if outcomes[0][0].nodes > 1 else ""
     heading = (
-        f"{len(outcomes)} jobs (seeds {min(seeds)} to {max(seeds)}) over gloo on"
+        f"{len(outcomes)} jobs{on} (seeds {min(seeds)} to {max(seeds)}) over gloo on"
         f" {datetime.now(timezone.utc).date().isoformat()}: commlens {commlens.__version__}, torch"
         f" {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores."
     )
@@ -297,6 +308,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=120, help="the number of jobs")
     parser.add_argument("--first", type=int, default=1000, help="the first seed")
     parser.add_argument("--seed", type=int, help="run this seed alone")
+    parser.add_argument("--nodes", type=int, default=1, help="the number of emulated nodes")
+    parser.add_argument(
+        "--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of the jobs"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
     parser.add_argument(
         "--keep", type=Path, default=Path("worlds-misses"), help="the folder that keeps misses"
@@ -311,11 +326,13 @@ def main() -> int:
         else [arguments.seed]
     )
     with ThreadPoolExecutor(arguments.at_once) as pool:
-        outcomes = list(pool.map(lambda seed: try_seed(seed, arguments.keep.resolve()), seeds))
+        jobs = [draw(seed, arguments.nodes, arguments.shapes) for seed in seeds]
+        outcomes = list(pool.map(lambda job: try_job(job, arguments.keep.resolve()), jobs))
     words = table(outcomes)
     print(words)
     if arguments.write:
-        write_section(DOCUMENT, "soak of worlds", words)
+        name = "soak of worlds" if arguments.nodes == 1 else "soak of worlds on several nodes"
+        write_section(DOCUMENT, name, words)
     return int(any(outcome not in ("right", "perhaps", "undecided") for _, outcome, _ in outcomes))
 
 

@@ -186,6 +186,11 @@ def _number_checks(value: Any) -> str | None:
     return str(parse_number_checks(text)) if text not in _OFF else None
 
 
+def _meeting_place(value: Any) -> str:
+    text = str(value).strip().lower()
+    return AUTO if text == AUTO else "off" if text in _OFF else _absolute_path(value)
+
+
 def _command(value: Any) -> str:
     if callable(value):  # of a module that another process can import
         name = f"{value.__module__}:{value.__qualname__}"
@@ -415,6 +420,8 @@ class Settings:
         metavar="NAME",
         help="call this program so where it shares a group with others: trainer, rollout",
     )
+    # where worlds on several nodes meet that share a group; auto: in the group's own store
+    meet: str = _setting(AUTO, _meeting_place, f"{AUTO}, off, or a folder that the nodes share")
     # the launcher already watches the job
     watched: bool = _setting(False, _boolean, _SWITCH_WORDS, internal=True)
 

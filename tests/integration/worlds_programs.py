@@ -2,8 +2,8 @@
 reinforcement learning and serving do, and one member may come late.
 
 Usage: worlds_programs.py SHAPE LATE ROLE, with RANK, WORLD_SIZE and MASTER_PORT as usual, and
-GROUP_PORT of the store of the group that is made by hand. LATE is ROLE:RANK of the process that
-sleeps until there is the file GO, or nobody.
+GROUP_PORT (and GROUP_HOST, if it is not here) of the store of the group that is made by hand. LATE
+is ROLE:RANK of the process that sleeps until there is the file GO, or nobody.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from torch.distributed import distributed_c10d as c10d
 WAIT = datetime.timedelta(seconds=90)
 SHAPE, LATE, ROLE = sys.argv[1:4]
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-PORT = int(os.environ["GROUP_PORT"])
+HOST, PORT = os.environ.get("GROUP_HOST", "127.0.0.1"), int(os.environ["GROUP_PORT"])
 
 
 def server_of(rank, size):
     return dist.TCPStore(
-        "127.0.0.1", PORT, size, rank == 0, timeout=WAIT, wait_for_workers=False, multi_tenant=True
+        HOST, PORT, size, rank == 0, timeout=WAIT, wait_for_workers=False, multi_tenant=True
     )
 
 

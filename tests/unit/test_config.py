@@ -157,6 +157,17 @@ def test_an_empty_variable_is_not_set():
     assert not is_switched_on({"COMMLENS": " "}) and not is_switched_on({})
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(False, "off"), ("Off", "off"), ("auto", "auto"), ("/shared/../meet", "/meet")],
+)
+def test_worlds_meet_in_a_store_or_below_a_folder(value, expected):
+    assert load({} if value is False else {"COMMLENS_MEET": value}).settings.meet == (
+        expected if value is not False else "auto"
+    )
+    assert load(overrides={"meet": value}).settings.meet == expected
+
+
 BAD = {
     "box_entries": ["-1", "65001", "many", "1.5", True],
     "dump_dir": [3, "a\0b"],
@@ -165,6 +176,7 @@ BAD = {
     "dump_on_timeout": ["maybe", 2],
     "stall_timeout": ["0", "-1", "nan", "inf", "1m", True, [1]],
     "abort_on": ["kill", "stall,kill", "stall,nothing", "", True],
+    "meet": ["", "a\0b", 3],
     "dump_signal": ["SIGKILL", "STOP", "SIGWHAT"],
     "job": ["..", "a/b", "-rf"],
 }

@@ -27,20 +27,55 @@ _ENDED_S: Final = 30.0
 """This job does not wait for one that ended longer ago."""
 
 
-def with_other_worlds(logs: Sequence[RankLog], folders: Sequence[Path]) -> list[RankLog]:
+def with_other_worlds(
+    logs: Sequence[RankLog],
+    folders: Sequence[Path],
+    elsewhere: Sequence[Sequence[RankLog]] = (),
+) -> list[RankLog]:
     """Return a job's logs with those of the jobs that share a group made by hand with it, as one
     job. If members of such a group are not known, look for processes that may be these.
 
     Args:
         logs: of the watched job.
         folders: of its boxes; the other jobs' folders are beside them.
+        elsewhere: the logs of jobs that may share such a group, as their own watchers sent them.
     """
-    joined = join_worlds([logs, *logs_of_other_worlds(logs, folders).values()])
+    runs = [[*logs], *logs_of_other_worlds(logs, folders).values()]
+    for job in elsewhere:
+        known = {(log.host, log.pid) for run in runs for log in run}
+        if job and known.isdisjoint((log.host, log.pid) for log in job):
+            whole = next((run for run in runs if _are_one_world(run, job)), None)
+            if whole is not None:
+                whole += job
+            else:
+                runs.append([*job])
+    joined = join_worlds([runs[at] for at in sorted(joined_runs(dict(enumerate(runs)), 0))])
     if any(each.size for log in joined[:1] for each in log.worlds.outsiders):
         worlds = msgspec.structs.replace(joined[0].worlds, near=near_processes(joined))
         for log in joined:
             log.worlds = worlds
     return joined
+
+
+def _are_one_world(some: Sequence[RankLog], others: Sequence[RankLog]) -> bool:
+    """Return whether logs from two nodes are of one world, whose nodes have not met: without a
+    default group, they have no store in common.
+    """
+    one, other = some[0], others[0]
+    is_same_job = one.job == other.job or (
+        one.script == other.script
+        and all(
+            op.channel.group.hand_made is not None
+            for log in (*some, *others)
+            for op in (*log.setups, *log.collectives)
+        )
+    )
+    ranks = {log.rank for log in some}
+    return (
+        is_same_job
+        and one.world_size == other.world_size
+        and ranks.isdisjoint(log.rank for log in others)
+    )
 
 
 def logs_of_other_worlds(

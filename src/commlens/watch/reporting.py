@@ -32,6 +32,7 @@ from commlens.text import capital, ranks_phrase, sentence
 from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.alerts.otlp import OtlpExporter
 from commlens.watch.few_ranks import few_ranks
+from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
@@ -109,6 +110,7 @@ class Evidence:
         roster: the ranks of this node.
         observer: of their processes.
         nodes: the job's other nodes.
+        worlds: on other nodes, that share a group with the job.
         health: of this node's hardware.
         launched: a launcher watches its own workers: after the first death it ends the others with
             SIGTERM and SIGKILL.
@@ -119,11 +121,13 @@ class Evidence:
         roster: Roster,
         observer: Observer,
         nodes: Nodes,
+        worlds: MeetingWorlds,
         health: HealthOfNode,
         *,
         launched: bool,
     ) -> None:
         self.nodes = nodes
+        self.worlds = worlds
         self.health = health
         self._roster = roster
         self._observer = observer
@@ -140,12 +144,14 @@ class Evidence:
         # of the last diagnosis: the ranks that were not examined
         self.alike = NONE_ALIKE
         self.poses = NO_POSES  # of the ranks of all nodes, if these were not all examined
+        self.first = 0  # the number of the job's rank 0 among all worlds
+        self._elsewhere: list[list[RankLog]] = []  # the other worlds' last evidence
         # by slot: what the other nodes sent for the last diagnosis
         self._newest: dict[int, remote_evidence.NodeEvidence] = {}
 
     def forget(self) -> None:
         """Forget what was observed of former workers."""
-        self.frozen, self.remote, self._newest = {}, {}, {}
+        self.frozen, self.remote, self._newest, self._elsewhere = {}, {}, {}, []
         self.alike = NONE_ALIKE
 
     def freeze(self) -> None:
@@ -178,8 +184,16 @@ class Evidence:
         self.lost = self.nodes.lost(_NODE_SILENT_S)
         self.vanished = find_vanished(self.lost, logs)
         clocks = correct_clocks(logs)
-        logs = one_run(logs)
-        return with_other_worlds(logs, self._roster.folders), [*problems, *clocks]
+        self._elsewhere, more = self.worlds.gather() if self.nodes.reporter is None else ([], [])
+        joined = self._with_worlds(one_run(logs))
+        clocks += correct_clocks(joined) if self._elsewhere else []
+        return joined, [*problems, *clocks, *more]
+
+    def _with_worlds(self, logs: list[RankLog]) -> list[RankLog]:
+        joined = with_other_worlds(logs, self._roster.folders, self._elsewhere)
+        numbers = {(log.host, log.pid): log.rank for log in joined}
+        self.first = next((numbers[log.host, log.pid] - log.rank for log in logs), 0)
+        return joined
 
     def states(self) -> States:
         """Return the states of this node's ranks."""
@@ -217,7 +231,7 @@ class Evidence:
         """
         logs = self._logs_here()[0]
         logs = one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
-        return with_other_worlds(logs, self._roster.folders)
+        return self._with_worlds(logs)
 
     def _logs_here(self) -> tuple[list[RankLog], list[str]]:
         members = self._roster.current()
@@ -242,7 +256,7 @@ class Evidence:
             return [], self.nodes.unknown
         others = self.nodes.others
         self.lacks_records = about is None and len(others) > MANY_NODES
-        concerned = set(nodes_to_ask(about, others)) if about is not None else set()
+        concerned = set(nodes_to_ask(about, others, self.first)) if about is not None else set()
         share = first_records_of_each if self.lacks_records else records_of_each
         asked = others
         if concerned:
@@ -268,6 +282,11 @@ class Evidence:
         members = self._roster.current()
         health = self.health.report(members)
         return remote_evidence.pack(members, self._by_pid(), records, health)
+
+    def packed_world(self) -> bytes:
+        """Return the evidence of all nodes of this world for the world that reports."""
+        others, _ = self.nodes.gather(lambda slot, content: (self.nodes.host(slot), content))
+        return remote_evidence.pack_world([(os.uname().nodename, self.packed()), *others.values()])
 
     def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
@@ -297,9 +316,14 @@ class Evidence:
         return seen
 
 
-def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
+def nodes_to_ask(verdict: Verdict, others: Sequence[Beat], first: int = 0) -> list[int]:
     """Return the slots of the nodes whose older records may matter: the culprits', and those of
     some that wait for them; empty: all.
+
+    Args:
+        verdict: on some records of all ranks.
+        others: the job's other nodes.
+        first: the number of the job's rank 0 in the verdict.
     """
     if (
         verdict.kind not in ("missing", "dead")
@@ -307,7 +331,7 @@ def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
         or verdict.confidence == "low"
     ):
         return []
-    ranks = {*verdict.culprits, *verdict.victims[:WAITERS_ASKED]}
+    ranks = {number - first for number in (*verdict.culprits, *verdict.victims[:WAITERS_ASKED])}
     asked = [beat.slot for beat in others if ranks & set(beat.ranks)]
     return asked or [others[0].slot]
 
@@ -430,8 +454,10 @@ class Reporter:
         """Diagnose again, if nodes have fallen silent, with what is known of them."""
         vanished, lost = self.evidence.vanished, self.evidence.lost
         if vanished and not verdict.culprits:
-            self.logs = one_run([*self.logs, *logs_of_vanished(vanished, self.logs)])
-        return self._judge(problems, as_evidence(lost, vanished)) if lost else verdict
+            gone = logs_of_vanished(vanished, self.logs, self.evidence.first)
+            self.logs = one_run([*self.logs, *gone])
+        nodes = as_evidence(lost, vanished, self.evidence.first)
+        return self._judge(problems, nodes) if lost else verdict
 
     def _judge(self, problems: list[str], lost_nodes: Sequence[LostNode] = ()) -> Verdict:
         assert self._diagnose is not None
@@ -460,7 +486,10 @@ class Reporter:
             self.say(verdict)
             self.counts[verdict.kind] += 1
             self._to_send = verdict
-            self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
+            line = f"{capital(verdict.summary).rstrip('.')}."
+            self._announce(line, kind=verdict.kind)
+            unknown = any(each.size for each in verdict.worlds.outsiders)
+            self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
         try:
             self._decide_action(verdict)
         except Exception as error:  # the verdict was printed

@@ -36,6 +36,7 @@ from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
+from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
 from commlens.watch.mismatches.report import MismatchReporter
 from commlens.watch.node_health import HealthOfNode
@@ -134,9 +135,15 @@ class Watcher:
             lambda records: pack_snapshot(self.folders, records),
             lambda: states_snapshot(self.folders),
         )
+        self._worlds = MeetingWorlds(os.uname().nodename, self._wake, settings.meet, self.folders)
         self._health = HealthOfNode(settings)
         evidence = Evidence(
-            self._roster, self._observer, self._nodes, self._health, launched=self._launched
+            self._roster,
+            self._observer,
+            self._nodes,
+            self._worlds,
+            self._health,
+            launched=self._launched,
         )
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
@@ -227,7 +234,8 @@ class Watcher:
             )
             log.debug("the watcher's error", exc_info=True)
         finally:
-            self._nodes.leave()  # after an error; else it has left
+            self._worlds.leave()  # after an error; else it has left
+            self._nodes.leave()
             self._metrics.close()
             self.reporter.close()
             self._health.close()
@@ -279,6 +287,7 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._meet_nodes()
+        self._meet_worlds()
         self._report_diverged()
         missed = self._mismatches.verification.missed
         self._metrics.update(
@@ -335,6 +344,7 @@ class Watcher:
             and time.monotonic() < until
         ):
             self._meet_nodes()  # another one may report it
+            self._meet_worlds()
             self._report_death()
             time.sleep(0 if self._over else POLL_S)
         if self._own_dump_due is not None:
@@ -342,6 +352,7 @@ class Watcher:
         with self._comparing():
             self._mismatches.read_rest()
         self.reporter.say_all(self._mismatches.final_lines())
+        self._worlds.leave(self.reporter.evidence.packed_world)
         self._nodes.leave(self.reporter.evidence.packed)
 
     # --- other nodes
@@ -380,6 +391,46 @@ class Watcher:
             if news.abort and not self._job_abort.has_begun:
                 self._over = True
                 self._job_abort.begin()
+
+    # --- other worlds
+
+    def _meet_worlds(self) -> None:
+        """Tell the worlds on other nodes that share a group with this one about it, answer the one
+        that reports, and print what it reported.
+        """
+        worlds, members = self._worlds, self._roster.current()
+        groups = worlds.groups(members)
+        self._nodes.update(by_hand=groups)
+        if self._nodes.reporter is not None:
+            worlds.leave()
+            return
+        seen = [*groups, *(each for beat in self._nodes.others for each in beat.by_hand)]
+        waiting = waits(members) + self._nodes.waits(time.monotonic_ns())
+        worlds.meet(members, waiting, seen)
+        self._observer.store_ports = frozenset({self._nodes.port, *worlds.ports} - {0})
+        worlds.answer(self.reporter.evidence.packed_world)
+        for host, news in worlds.take_news():
+            self.reporter.tell_all_nodes(f"{news.text} (the whole verdict was printed on {host})")
+            worlds.told_by = host
+            self._over = self._over or self._deaths.first is not None
+            self.reporter.save_dump()
+
+    def _leave_death_to_worlds(self, dead: Sequence[Member]) -> bool:
+        """Return whether another world reports why ranks here have died, or has done so."""
+        worlds = self._worlds
+        worlds.add_dead([member.rank for member in dead])
+        were_killed = any(member.ending is not None and member.ending.signal for member in dead)
+        if worlds.told_by and dead and not were_killed:
+            self._over = True
+            ranks = ranks_phrase(member.rank for member in dead)
+            self.reporter.tell(f"{ranks} ended while the job hung; the verdict above stands.")
+            self.reporter.save_dump()
+            return True
+        if not worlds.died_first:
+            return False
+        if not self._deaths.waits_for_reporter:
+            worlds.answer(self.reporter.evidence.packed_world, is_last=True)
+        return self._deaths.wait_for_reporter(time.monotonic())
 
     # --- deaths
 
@@ -442,10 +493,7 @@ class Watcher:
         first = self._deaths.first
         if first is not None and first.ending is not None:
             self._observer.ended(first.pid, first.ending).ended_alone = self._deaths.alone
-        self._nodes.update(dead=[member.rank for member in dead])
-        if self._nodes.reporter is not None and not self._deaths.waits_for_reporter:
-            self._nodes.answer(LAST, self.reporter.evidence.packed())
-        if self._nodes.reporter is not None and self._deaths.wait_for_reporter(time.monotonic()):
+        if self._leave_death_to_others(dead):
             return
         self._over = True
         report_death(
@@ -456,6 +504,15 @@ class Watcher:
             has_reported=self._mismatches.has_reported,
         )
         self.reporter.save_dump()
+
+    def _leave_death_to_others(self, dead: Sequence[Member]) -> bool:
+        """Return whether another node or world reports why ranks have died."""
+        self._nodes.update(dead=[member.rank for member in dead])
+        if self._nodes.reporter is None:
+            return self._leave_death_to_worlds(dead)
+        if not self._deaths.waits_for_reporter:
+            self._nodes.answer(LAST, self.reporter.evidence.packed())
+        return self._deaths.wait_for_reporter(time.monotonic())
 
     # --- mismatches
 
@@ -505,6 +562,7 @@ class Watcher:
         members = self._roster.current()
         self._limit.follow(members, now_ns, resumed_ns=self._stalls.resumed_ns)
         waiting = self._limit.applied(waits(members)) + self._nodes.waits(now_ns)
+        waiting += self._worlds.waits(now_ns)
         before = self._stalls.stall
         self._tell_end_of_wait(members, waiting, now_ns)
         # each look asks all nodes for the states of their ranks
@@ -517,6 +575,7 @@ class Watcher:
             self._health.look_now(ask_ras=self._nodes.reporter is None)
         self._look_for_slow_ranks(members)
         if stall is None:
+            self._worlds.end_stall()
             return
         sample(members, self._observer)
         seen = [member for member in members if member.alive and member.here]
@@ -527,8 +586,14 @@ class Watcher:
                     " when they go on."
                 )
             return
-        if check is not None and self._nodes.reporter is None:
+        if check is not None and self._is_mine(check):
             self._check(stall, check)
+
+    def _is_mine(self, check: Check) -> bool:
+        """Return whether no other node or world makes a check."""
+        return self._nodes.reporter is None and (
+            check.timeout_s > 0 or not self._worlds.defer(is_early=check.is_early)
+        )
 
     def _tell_end_of_wait(
         self, members: Sequence[Member], waiting: Sequence[OpenWait], now_ns: int

@@ -19,7 +19,7 @@ from commlens.model.collective import (
 )
 from commlens.model.ranklog import RankLog
 from commlens.watch import other_worlds
-from commlens.watch.other_worlds import OtherWorlds, logs_of_other_worlds
+from commlens.watch.other_worlds import OtherWorlds, logs_of_other_worlds, with_other_worlds
 
 
 def member(rank: int, job: str, store: str) -> RankLog:
@@ -96,3 +96,37 @@ def test_a_job_without_such_groups_reads_nothing(
 ) -> None:
     assert OtherWorlds().logs([RankLog(0, 1)], [tmp_path / "trainer"]) == {}
     assert looks == []
+
+
+def test_logs_that_other_nodes_sent_are_joined(
+    looks: list[tuple[str, str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that were read here, too, nor those of jobs that share no group with this one."""
+    monkeypatch.setattr(other_worlds, "near_processes", lambda _: ())
+
+    def sent(rank: int, job: str, host: str, store: str) -> list[RankLog]:
+        log = member(rank, job, store)
+        log.host, log.script, log.world = host, f"{job}.py", job
+        return [log]
+
+    own = sent(0, "trainer", "n03", "n03:1/weights")
+    here = member(1, "rollout", "n03:1/weights")  # which is read on this node
+    apart = sent(1, "apart", "n04", "n03:3/weights")
+    joined = with_other_worlds(own, [tmp_path / "trainer"], [[here], apart])
+    assert sorted(log.pid for log in joined) == [1000, 1001]
+    server = sent(1, "server", "n04", "n03:1/weights")
+    joined = with_other_worlds(own, [tmp_path / "none" / "trainer"], [server, [], apart])
+    assert [(log.host, log.rank) for log in joined] == [("n04", 1), ("n03", 2)]
+    assert [world.name for world in joined[0].worlds.worlds] == ["server", "trainer"]
+
+
+@pytest.mark.parametrize("job", ["engine", "engine-of-n04"])
+def test_a_world_without_a_default_group_on_two_nodes_is_one(tmp_path: Path, job: str) -> None:
+    own, other = member(0, "engine", "n03:1/dp"), member(1, job, "n03:1/dp")
+    own.world_size = other.world_size = 2
+    other.host = "n04"
+    joined = with_other_worlds([own], [tmp_path / "none" / "engine"], [[other]])
+    assert [(log.host, log.rank, log.worlds.are_several) for log in joined] == [
+        ("n03", 0, False),
+        ("n04", 1, False),
+    ]

@@ -99,6 +99,12 @@ def test_few_nodes_are_asked_for_all_records() -> None:
     assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], (
         "the culprit's node, and those of some that wait"
     )
+    moved = msgspec.structs.replace(
+        verdict,
+        culprits=[n + 50 for n in verdict.culprits],
+        victims=[n + 50 for n in verdict.victims],
+    )
+    assert nodes_to_ask(moved, [*NODES[1:], *many], 50) == [1, 2, 3], "of the second world"
     assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
     assert (
         nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES)
@@ -165,6 +171,7 @@ class FewOrAll:
 
     def __init__(self, logs: list[RankLog], few: list[int], classes: list[Alike]) -> None:
         self.alike = NONE_ALIKE
+        self.first = 0
         self.vanished: list[object] = []
         self.lost: list[object] = []
         self.lacks_records = False

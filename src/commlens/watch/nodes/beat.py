@@ -5,7 +5,7 @@ second.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -58,6 +58,16 @@ class News(msgspec.Struct, frozen=True):
     text: str
     kind: str = ""  # of the verdict, if the line is a verdict's first one
     abort: bool = False  # whether every node must end its ranks
+    to: list[int] = []  # the slots that it is for; empty: all
+
+
+class ByHand(NamedTuple):
+    """The members of a group made by hand that a node sees."""
+
+    store: str  # with its prefixes, called as other hosts call it
+    size: int
+    ordinal: int  # groups of this size made with this store before
+    members: tuple[int, ...]
 
 
 class Beat(msgspec.Struct, frozen=True):
@@ -89,6 +99,7 @@ class Beat(msgspec.Struct, frozen=True):
     dump: str = ""  # the folder of its last dump
     # the slots of the nodes that would report next; only the reporter's are read
     successors: list[int] = []
+    by_hand: list[ByHand] = []  # the groups made by hand that its ranks are in
 
     def shares_incarnation(self, other: Beat) -> bool:
         """Return whether both nodes' ranks belong to the same incarnation of the job.

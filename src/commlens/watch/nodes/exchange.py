@@ -172,14 +172,35 @@ class Nodes:
             if time.monotonic() < self._look_at:
                 return False
             self._look_at = time.monotonic() + PERIOD_S
-            self._places = places(members, self._folder)
-            if not self._places:
+            if not self.begin(places(members, self._folder)):
                 return False
+        if self.others:
+            self.update(digests=pack_digests(digests()))
+        self.tell(members, waits(members), [member.rank for member in members])
+        self.update(world_size=max(member.world_size for member in members))
+        return True
+
+    def begin(self, where: list[Place]) -> bool:
+        """Begin to meet the others at the first of these places, or at a later one if that does not
+        answer. Returns False if there is no place.
+        """
+        self._places = where
+        if where:
             self._thread = threading.Thread(target=self._run, name="commlens-nodes", daemon=True)
             self._thread.start()
+        return bool(where)
+
+    def tell(self, members: Sequence[Member], waiting: list[OpenWait], ranks: list[int]) -> None:
+        """Tell the others how long ranks have waited, and whether all have ended.
+
+        Args:
+            members: this node's ranks.
+            waiting: what they wait in.
+            ranks: by which the others know this node; the node with the lowest one reports.
+        """
         self._joined = have_joined(members)
         now_ns = time.monotonic_ns()
-        everywhere = waits(members) + (self.waits(now_ns) if self.reporter is None else [])
+        everywhere = waiting + (self.waits(now_ns) if self.reporter is None else [])
         oldest_ns = min(
             (wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0
         )
@@ -188,16 +209,12 @@ class Nodes:
             if age_s < _BUSY_WAIT_S:
                 oldest_ns, age_s = 0, 0.0  # it would have ended long ago when it is read
             self._poke_once_busy(oldest_ns)
-        if self.others:
-            self.update(digests=pack_digests(digests()))
         self.update(
-            ranks=[member.rank for member in members],
-            world_size=max(member.world_size for member in members),
+            ranks=ranks,
             wait_id=oldest_ns,
             wait_s=round(age_s, 1),
             ended=not any(member.alive for member in members),
         )
-        return True
 
     def _poke_once_busy(self, oldest_ns: int) -> None:
         """Let the thread exchange values soon if it rests and a wait has become long; not all nodes
@@ -237,6 +254,11 @@ class Nodes:
             self._mine = msgspec.structs.replace(self._mine, **changed)
         if changed.keys() & {"dead", "finished", "ended"}:
             self._poke.set()
+
+    @property
+    def port(self) -> int:
+        """The port of the store in which the nodes meet; 0: none."""
+        return getattr(self._places[0], "port", 0) if self._places else 0
 
     @property
     def others(self) -> list[Beat]:
@@ -371,14 +393,16 @@ class Nodes:
         reporter = self.reporter
         return reporter.dump if reporter is not None else ""
 
-    def announce(self, text: str, *, kind: str = "", abort: bool = False) -> None:
-        """Let the other nodes print a line."""
+    def announce(
+        self, text: str, *, kind: str = "", abort: bool = False, to: Sequence[int] = ()
+    ) -> None:
+        """Let the other nodes print a line, or those with the slots ``to``."""
         with self._lock:
             news = self._mine.news
             self._announced = time.monotonic()
             number = (news[-1].number if news else 0) + 1
             self._mine = msgspec.structs.replace(
-                self._mine, news=[*news, News(number, text, kind, abort)][-_NEWS_KEPT:]
+                self._mine, news=[*news, News(number, text, kind, abort, [*to])][-_NEWS_KEPT:]
             )
         self._poke.set()
 

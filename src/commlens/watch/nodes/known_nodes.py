@@ -185,6 +185,7 @@ class KnownNodes:
                 (beat.host, news)
                 for news in beat.news
                 if news.number > self._read_news.get(beat.slot, 0)
+                and (not news.to or mine.slot in news.to)
             ]
             self._read_news[beat.slot] = beat.news[-1].number
         return new

@@ -43,9 +43,11 @@ def find_vanished(silent: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]
     ]
 
 
-def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[RankLog]:
+def logs_of_vanished(
+    nodes: Sequence[Lost], logs: Sequence[RankLog], first: int = 0
+) -> list[RankLog]:
     """Return a log for each rank of the vanished nodes that has none in ``logs``; it says that the
-    rank is gone.
+    rank is gone. ``first`` is the number of the job's rank 0 in these.
     """
     known = {log.rank for log in logs}
     found: list[RankLog] = []
@@ -53,7 +55,7 @@ def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[Ran
         last_ns = time.time_ns() - int(node.silent_s * 1e9)
         found += [
             RankLog(
-                rank=rank,
+                rank=first + rank,
                 world_size=node.beat.world_size,
                 host=node.beat.host,
                 captured_ns=last_ns,
@@ -61,20 +63,26 @@ def logs_of_vanished(nodes: Sequence[Lost], logs: Sequence[RankLog]) -> list[Ran
                 observation=Observation(end=End.GONE, ended_ns=last_ns),
             )
             for rank in node.beat.ranks
-            if rank not in known
+            if first + rank not in known
         ]
     return found
 
 
-def as_evidence(silent: Sequence[Lost], vanished: Sequence[Lost]) -> list[LostNode]:
+def as_evidence(silent: Sequence[Lost], vanished: Sequence[Lost], first: int = 0) -> list[LostNode]:
     """Return the silent nodes in the form that the diagnosis reads.
 
     Args:
         silent: the nodes that are silent.
         vanished: those of them that have vanished.
+        first: the number of the job's rank 0 in the diagnosis.
     """
     return [
-        LostNode(node.beat.host, list(node.beat.ranks), node.silent_s, node in vanished)
+        LostNode(
+            node.beat.host,
+            [first + rank for rank in node.beat.ranks],
+            node.silent_s,
+            node in vanished,
+        )
         for node in silent
     ]
 

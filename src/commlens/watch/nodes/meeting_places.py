@@ -49,6 +49,7 @@ class Store:
     port: int
     # whether torchrun's agent serves it, which ends after its ranks; if not, rank 0 serves it
     of_agent: bool = False
+    within: str = ""  # begins all keys: several exchanges may use one store
 
     def __str__(self) -> str:
         return f"the job's store at {self.host}:{self.port}"
@@ -56,7 +57,12 @@ class Store:
     def open(self, keep_waiting: KeepWaiting) -> Client:
         """Connect to it. ``keep_waiting`` is called every few seconds while no answer comes."""
         return StoreClient(
-            self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S, keep_waiting=keep_waiting
+            self.host,
+            self.port,
+            timeout_s=TIMEOUT_S,
+            answer_s=ANSWER_S,
+            keep_waiting=keep_waiting,
+            within=self.within,
         )
 
     def ends_with_this_node(self) -> bool:

@@ -18,7 +18,7 @@ from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer
 from commlens.watch.roster import Member, Roster
-from commlens.watch.snapshot import have_joined, log_without_records, observe
+from commlens.watch.snapshot import have_joined, log_without_records, observe, one_run
 
 # of all ranks together: 20 us each to read and diagnose; in a larger job, each rank sends fewer
 RECORDS: Final = 1 << 17
@@ -122,8 +122,30 @@ def newest_records(status: BoxStatus, share: int) -> int | None:
     return min(max(share, in_flight), _IN_FLIGHT_MAX * share, status.capacity)
 
 
-def unpack(content: bytes, host: str) -> NodeEvidence:
-    """Read what another node sent with :func:`pack`."""
+def pack_world(nodes: Sequence[tuple[str, bytes]]) -> bytes:
+    """Pack what all nodes of a world sent with :func:`pack`, each with its host."""
+    return msgspec.msgpack.encode(nodes)
+
+
+def unpack_world(content: bytes, host: str) -> tuple[list[RankLog], list[str]]:
+    """Read what the reporting node of another world sent with :func:`pack_world`: the ranks' logs,
+    and what could not be read, in sentences.
+    """
+    try:
+        nodes = msgspec.msgpack.decode(content, type=list[tuple[str, bytes]])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return [], [f"The evidence of another world, on {host}, could not be read: {error}."]
+    found = [unpack(packed, name, keeps_job=True) for name, packed in nodes]
+    logs = one_run([log for node in found for log in node.logs])
+    return logs, [problem for node in found for problem in node.problems]
+
+
+def unpack(content: bytes, host: str, *, keeps_job: bool = False) -> NodeEvidence:
+    """Read what another node sent with :func:`pack`.
+
+    Nodes that meet in one store have one job, by whatever name. So theirs is the reporter's, unless
+    ``keeps_job``.
+    """
     found = NodeEvidence(host)
     try:
         ranks = msgspec.msgpack.decode(content, type=list[_RankEvidence])
@@ -145,8 +167,7 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
         except FormatError as error:
             found.problems.append(str(error))
         found.health = found.health or place.health
-        # nodes that meet in one store have one job, by whatever name: theirs is the reporter's
-        log.job = ""
+        log.job = log.job if keeps_job else ""
         found.logs.append(log)
         found.ranks.append(
             SavedRank(place.rank, place.pid, place.observation, each.box, place.captured_ns)

@@ -56,6 +56,7 @@ class StoreClient:
         answer_s: for each answer; ``timeout_s`` if it is None.
         keep_waiting: gets the seconds waited so far for an answer, and returns whether to wait
             ``answer_s`` longer; None: never.
+        within: begins all keys.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class StoreClient:
         timeout_s: float = 1.0,
         answer_s: float | None = None,
         keep_waiting: KeepWaiting | None = None,
+        within: str = "",
     ) -> None:
+        self._within = within
         self._socket = socket.create_connection((host, port), timeout_s)
         self._answer_s = timeout_s if answer_s is None else answer_s
         self._keep_waiting = keep_waiting or (lambda waited_s: False)
@@ -84,18 +87,18 @@ class StoreClient:
         """Store a value: with the next call that gets an answer, or when the connection is closed.
         An error shows only then.
         """
-        self._unsent += [bytes([_SET]), _text(key), _SIZE.pack(len(value)), value]
+        self._unsent += [bytes([_SET]), self._text(key), _SIZE.pack(len(value)), value]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0. Returns the sum."""
-        self._send(bytes([_ADD]), _text(key), _NUMBER.pack(amount))
+        self._send(bytes([_ADD]), self._text(key), _NUMBER.pack(amount))
         return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
 
     def existing_keys(self, keys: Sequence[str]) -> list[str]:
         """Return those of these keys that exist. Never waits for the others."""
         found: list[str] = []
         for some in _batches(keys):
-            self._send(*(bytes([_CHECK]) + _SIZE.pack(1) + _text(key) for key in some))
+            self._send(*(bytes([_CHECK]) + _SIZE.pack(1) + self._text(key) for key in some))
             answers = self._receive(len(some))
             found += [key for key, answer in zip(some, answers, strict=True) if answer == _READY]
         return found
@@ -108,7 +111,7 @@ class StoreClient:
             self._send()
         values: list[bytes] = []
         for some in _batches(keys):
-            self._send(*(bytes([_GET]) + _text(key) for key in some))
+            self._send(*(bytes([_GET]) + self._text(key) for key in some))
             values += [self._value() for _ in some]
         return values
 
@@ -123,14 +126,14 @@ class StoreClient:
         Returns:
             Whether another client has set the key.
         """
-        self._send(bytes([_WAIT]), _SIZE.pack(1), _text(key))
+        self._send(bytes([_WAIT]), _SIZE.pack(1), self._text(key))
         events = select.poll()
         for descriptor in (self._socket.fileno(), wake_fd):
             events.register(descriptor, select.POLLIN)
         answered = self._socket.fileno() in dict(events.poll(1000 * timeout_s))
         if not answered:
             self.set(key, b"")  # the store then answers the request
-        self._send(bytes([_DELETE]), _text(key))
+        self._send(bytes([_DELETE]), self._text(key))
         self._receive(1 + _NUMBER.size)
         return answered
 
@@ -141,6 +144,10 @@ class StoreClient:
         """Send what is left to store, and close the connection."""
         with self._socket, contextlib.suppress(OSError):
             self._send()
+
+    def _text(self, key: str) -> bytes:
+        encoded = f"/{self._within}{key}".encode()  # torch puts all its keys below "/"
+        return _SIZE.pack(len(encoded)) + encoded
 
     def _value(self) -> bytes:
         (size,) = _SIZE.unpack(self._receive(_SIZE.size))

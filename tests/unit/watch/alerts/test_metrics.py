@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client")
 
 
 def metrics(tmp_path: Path, said: list[str], **settings: Any) -> Metrics:
-    evidence = Evidence(None, None, None, None, launched=True)  # type: ignore[arg-type]  # not asked
+    evidence = Evidence(None, None, None, None, None, launched=True)  # type: ignore[arg-type]  # not asked
     reporter = Reporter([tmp_path], Settings(**settings), evidence, say=said.append)  # type: ignore[arg-type]
     reporter.counts["straggler"] = 2
     return Metrics(Settings(**settings), "train-1", reporter)

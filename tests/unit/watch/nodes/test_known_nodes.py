@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from commlens.watch.nodes.beat import Beat, key
+from commlens.watch.nodes.beat import Beat, News, key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.known_nodes import KnownNodes
 
@@ -71,3 +71,12 @@ def test_the_oldest_waits_of_many_nodes_are_followed() -> None:
         *found[1:],
         found[-1]._replace(since_ns=now_ns - 21_000_000_000, pid=-22),
     ], "a wait does not begin anew"
+
+
+def test_a_line_is_for_the_nodes_that_it_names() -> None:
+    said = [News(1, "all"), News(2, "one", to=[5]), News(3, "another", to=[6, 7])]
+    known = KnownNodes()
+    for count in (1, 2):
+        known.note([Beat(1, "host1", [1], count=count, news=said)], 100.0)
+    news = known.take_news(Beat(5, "host5", [5]), 100.0)
+    assert [each.text for _, each in news] == ["all", "one"]

@@ -11,7 +11,7 @@ from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.lost import find_vanished
+from commlens.watch.nodes.lost import as_evidence, find_vanished, logs_of_vanished
 
 CLOSED = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:41234"
 
@@ -38,3 +38,9 @@ def test_a_node_has_vanished_if_connections_were_closed_at_that_moment(
 ) -> None:
     node = Lost(Beat(1, "n1", [1]), silent_s, by_itself=True, read_every_s=read_every_s)
     assert find_vanished([node], closed_connection(10.0)) == [node] * has_vanished
+
+
+def test_ranks_of_a_lost_node_have_the_numbers_of_their_world() -> None:
+    node = Lost(Beat(1, "n1", [0, 1]), 9.0, by_itself=True)
+    assert [log.rank for log in logs_of_vanished([node], closed_connection(10.0), 3)] == [3, 4]
+    assert [each.ranks for each in as_evidence([node], [node], 3)] == [[3, 4]]

@@ -57,6 +57,12 @@ def test_a_value_is_stored_at_the_latest_when_the_connection_is_closed(store):
     with_a_request.close()
 
 
+def test_several_exchanges_in_one_store_have_keys_of_their_own(store, client: StoreClient):
+    within = StoreClient("127.0.0.1", store.port, within="worlds/")
+    assert [within.add("n", 2), client.add("worlds/n", 1), client.add("n", 1)] == [2, 3, 1]
+    within.close()
+
+
 def test_counters(store, client: StoreClient):
     assert client.add("commlens/n", 1) == 1
     assert store.add("commlens/n", 1) == 2

@@ -1,0 +1,296 @@
+"""The worlds on other nodes that share a group made by hand with this one. The nodes that report
+for them meet in the group's own store, or in a folder, as the nodes of one job do: one world
+reports, with the evidence of all.
+
+A world whose processes hold all members of its groups, with the other worlds on this node, meets
+nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from commlens.config import AUTO
+from commlens.errors import FormatError
+from commlens.model.grouping import grouped
+from commlens.model.ranklog import RankLog
+from commlens.model.store_identity import identities, identity_of, parse_address
+from commlens.text import count
+from commlens.watch.nodes.beat import LAST, Beat, ByHand, News
+from commlens.watch.nodes.exchange import Nodes
+from commlens.watch.nodes.meeting_places import Folder, Place, Store
+from commlens.watch.nodes.remote_evidence import unpack_world
+from commlens.watch.other_worlds import OtherWorlds
+from commlens.watch.roster import Member
+from commlens.watch.stall import OpenWait
+
+LOOK_S: Final = 3.0  # between two looks for new groups
+DEFER_S: Final = 8.0
+"""For so long, a world leaves its own verdict to the world that reports."""
+_GATHER_S: Final = 6.0
+_EXCHANGES_MAX: Final = 4  # each has a thread; programs that make groups anew use few stores
+_GROUPS_MAX: Final = 16  # the newest ones of a node
+_NAME_BITS: Final = 48
+_SLOWER: Final = 2.0  # than the nodes of one job: the store is the program's own
+
+OFF: Final = "off"
+
+
+class _Exchange(Nodes):
+    """The worlds that use one store, each by the node that reports for it."""
+
+    answered_by: Sequence[int] = ()
+    """The slots of the worlds whose evidence is in the last diagnosis."""
+
+    def gather_worlds(
+        self, timeout_s: float
+    ) -> tuple[dict[int, tuple[list[RankLog], list[str]]], list[Beat]]:
+        """Return the logs of the worlds that answer, each with what could not be read, by slot, and
+        the worlds that do not.
+        """
+        found, silent = self.gather(
+            lambda slot, content: unpack_world(content, self.host(slot)), timeout_s=timeout_s
+        )
+        self.answered_by = [*found]
+        return found, silent
+
+    def _period_s(self) -> float:
+        return super()._period_s() * (1.0 if self._gathering else _SLOWER)
+
+
+class MeetingWorlds:
+    """The other worlds. All is called from the watcher's thread.
+
+    Args:
+        host: this machine's name.
+        wake: wakes the watcher; called from another thread when there is something to do.
+        where: the setting ``meet``: ``auto``, ``off`` or a folder.
+        folders: of the job's black boxes.
+    """
+
+    def __init__(
+        self, host: str, wake: Callable[[], None], where: str, folders: Sequence[Path]
+    ) -> None:
+        self.told_by = ""
+        """The host whose world has reported the present fault of this one, too; empty: none."""
+        self._host, self._wake, self._where = host, wake, where
+        self._folders = folders
+        self._siblings = OtherWorlds(newest=1)
+        self._groups: list[ByHand] = []
+        self._look_at = 0.0  # time.monotonic()
+        self._exchanges: dict[Place, _Exchange] = {}
+        self._deferred: dict[bool, float] = {}
+        self._name = int(hashlib.sha256(f"{host} {folders[0]}".encode()).hexdigest(), 16)
+        self._name %= 1 << _NAME_BITS
+
+    # --- where they meet
+
+    def groups(self, members: Sequence[Member]) -> list[ByHand]:
+        """Return the newest groups made by hand that ranks of this node are in, with the members on
+        this node.
+        """
+        now = time.monotonic()
+        if now < self._look_at or self._where == OFF:
+            return self._groups
+        self._look_at = now + LOOK_S
+        logs = _newest(members)
+        if identities(logs):
+            others = self._siblings.logs(logs, self._folders).values()
+            self._groups = _by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
+        return self._groups
+
+    def meet(
+        self, members: Sequence[Member], waiting: list[OpenWait], groups: Iterable[ByHand]
+    ) -> None:
+        """Tell the other worlds about this one.
+
+        Args:
+            members: this node's ranks.
+            waiting: what ranks of all nodes wait in.
+            groups: that ranks of this world are in, from all nodes.
+        """
+        wanted = _places(groups, self._where, self._host)[-_EXCHANGES_MAX:]
+        new = [place for place in wanted if place not in self._exchanges]
+        for place in new:
+            self._exchanges[place] = _Exchange(self._host, self._wake)
+        for place in self._exchanges.keys() - {*wanted}:  # all members are in sight now
+            self._exchanges.pop(place).leave()
+        # the world that meets others in the most places sees most, and reports
+        rank = (_EXCHANGES_MAX - len(self._exchanges)) << _NAME_BITS | self._name
+        for exchange in self._exchanges.values():
+            exchange.tell(members, waiting, [rank])
+        for place in new:
+            self._exchanges[place].begin([place])
+
+    def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
+        """Leave: the others no longer wait for this world, but have its last evidence."""
+        while self._exchanges:
+            self._exchanges.popitem()[1].leave(evidence)
+        self._siblings.close()
+        self._groups, self._look_at, self.told_by = [], 0.0, ""
+
+    @property
+    def ports(self) -> set[int]:
+        """The ports of the stores in which they meet."""
+        return {each.port for each in self._exchanges.values()}
+
+    # --- who reports
+
+    @property
+    def reporter(self) -> Beat | None:
+        """The value of the world that reports for this one; None if this one reports."""
+        found = (exchange.reporter for exchange in self._exchanges.values())
+        return next((beat for beat in found if beat is not None), None)
+
+    def waits(self, now_ns: int) -> list[OpenWait]:
+        """Return the oldest waits of the worlds for which this one reports."""
+        if self.reporter is not None:
+            return []
+        return [wait for each in self._exchanges.values() for wait in each.waits(now_ns)]
+
+    def defer(self, *, is_early: bool) -> bool:
+        """Return whether to leave a check to the world that reports.
+
+        Args:
+            is_early: the check comes before the stall timeout.
+        """
+        if self.reporter is None:
+            return False
+        now = time.monotonic()
+        return bool(self.told_by) or now < self._deferred.setdefault(is_early, now + DEFER_S)
+
+    def end_stall(self) -> None:
+        """Note that no rank waits for long any more."""
+        self._deferred, self.told_by = {}, ""
+
+    # --- deaths
+
+    def add_dead(self, ranks: list[int]) -> None:
+        """Tell the other worlds that ranks of this node have died."""
+        for exchange in self._exchanges.values():
+            exchange.update(dead=ranks)
+
+    @property
+    def died_first(self) -> bool:
+        """Whether ranks of the world that reports have ended, so that it may know more about a
+        death here.
+        """
+        reporter = self.reporter
+        return reporter is not None and bool(reporter.dead or reporter.ended)
+
+    # --- evidence and news
+
+    def answer(self, evidence: Callable[[], bytes], *, is_last: bool = False) -> None:
+        """Answer the world that reports, if it has asked, or unasked before this one may end."""
+        for exchange in self._exchanges.values():
+            request = exchange.take_request() or (LAST if is_last else None)
+            if request is not None:
+                exchange.answer(request, evidence())
+
+    def gather(self) -> tuple[list[list[RankLog]], list[str]]:
+        """Return the logs of each other world, if this one reports, and what is missing, in
+        sentences.
+        """
+        if self.reporter is not None:
+            return [], []
+        logs, problems = [], []
+        end = time.monotonic() + _GATHER_S
+        for exchange in self._exchanges.values():
+            found, silent = exchange.gather_worlds(max(0.0, end - time.monotonic()))
+            for of_world, unread in found.values():
+                logs.append(of_world)
+                problems += unread
+            if silent:
+                hosts = ", ".join(sorted({beat.host for beat in silent}))
+                problems.append(
+                    f"{count(len(silent), 'world')} that may share a group made by hand, reported"
+                    f" by {hosts}, did not answer in time."
+                )
+        return logs, problems
+
+    def announce(self, text: str, kind: str, *, is_complete: bool) -> None:
+        """Let the worlds whose evidence is in the last diagnosis print a verdict's first line.
+
+        Args:
+            text: the line.
+            kind: of the verdict.
+            is_complete: all members of the groups are known. If not, only worlds that meet no
+                others print the line: those that do may know more.
+        """
+        met = Counter(
+            rank
+            for exchange in self._exchanges.values()
+            for beat in exchange.others
+            for rank in beat.ranks
+        )
+        for exchange in self._exchanges.values():
+            to = [
+                beat.slot
+                for beat in exchange.others
+                if beat.slot in exchange.answered_by
+                and (is_complete or all(met[rank] == _places_of(rank) for rank in beat.ranks))
+            ]
+            if to:
+                exchange.announce(text, kind=kind, to=to)
+
+    def take_news(self) -> list[tuple[str, News]]:
+        """Return the lines of other worlds that were not taken before, each with its host."""
+        return [news for each in self._exchanges.values() for news in each.take_news()]
+
+
+def _places_of(rank: int) -> int:
+    """Return in how many places the world with this rank meets others."""
+    return _EXCHANGES_MAX - (rank >> _NAME_BITS)
+
+
+def _newest(members: Sequence[Member]) -> list[RankLog]:
+    """Return the logs of members with what they set up, and few records."""
+    logs = []
+    for member in members:
+        try:
+            logs += [member.box.log(newest=1)] if member.box is not None else []
+        except FormatError:
+            continue
+    return logs
+
+
+def _by_hand(logs: Sequence[RankLog], others: Iterable[RankLog]) -> list[ByHand]:
+    """Return the groups made by hand that processes with these ``logs`` are in, with the members
+    among these and ``others``.
+    """
+    own = identities(logs)
+    members = grouped(
+        (identity, made.member)
+        for log in (*logs, *others)
+        for op in (*log.setups, *log.collectives)
+        if (made := op.channel.group.hand_made) is not None
+        and (identity := identity_of(log, made)) in own
+    )
+    return [ByHand(*each, tuple(sorted(set(known)))) for each, known in members.items()]
+
+
+def _places(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
+    """Return where the members of groups meet of which members are out of sight."""
+    members = grouped(((each.store, each.size, each.ordinal), each.members) for each in groups)
+    stores = dict.fromkeys(
+        store
+        for (store, size, _), known in members.items()
+        if len({*chain.from_iterable(known)}) < size
+    )
+    found: dict[Place, None] = {}
+    for store in stores:
+        address = parse_address(store)
+        name = ":".join(address) if address.port else store
+        if where != AUTO:
+            digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+            found[Folder(Path(where) / f".commlens-worlds-{digest}")] = None
+        elif address.port:
+            at = "localhost" if address.host == host else address.host
+            found[Store(at, int(address.port), within="commlens/worlds/")] = None
+    return [*found]

@@ -1,0 +1,235 @@
+"""Worlds on several nodes that meet in a folder, as they do in a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from commlens.model.collective import (
+    SETUP,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    HandMade,
+    ProcessGroup,
+    State,
+)
+from commlens.model.ranklog import RankLog
+from commlens.watch import meeting_worlds
+from commlens.watch.meeting_worlds import MeetingWorlds
+from commlens.watch.nodes.beat import ByHand
+from commlens.watch.nodes.meeting_places import Folder, Store
+from commlens.watch.nodes.remote_evidence import _RankEvidence, pack_world
+from commlens.watch.stall import OpenWait
+
+STORE = "10.0.0.1:29600/weights"
+
+
+def log_of(member: int, host: str, store: str = STORE, size: int = 2) -> RankLog:
+    group = ProcessGroup("", (), hand_made=HandMade(member, size, store))
+    args = CollectiveArgs("new_group", "new_group")
+    made = Collective(0, Channel(group, SETUP), 1, args, State.COMPLETED, 1, 1)
+    return RankLog(0, 1, f"job-{host}", host, 1000 + member, 0, setups=[made])
+
+
+class World:
+    """A world of one rank, which is a member of a group."""
+
+    def __init__(self, member: int, where: str, folder: Path, host: str = "") -> None:
+        self.host = host or f"host{member}"
+        self.log = log_of(member, self.host)
+        self.waiting: list[OpenWait] = []
+        self.member: Any = SimpleNamespace(
+            alive=True,
+            status=SimpleNamespace(initialised=True),
+            box=SimpleNamespace(log=lambda newest: self.log),
+        )
+        boxes = folder / f"boxes{member}" / "job"
+        self.worlds = MeetingWorlds(self.host, lambda: None, where, [boxes])
+        self.asked = 0
+
+    def tick(self) -> None:
+        self.worlds.meet([self.member], self.waiting, self.worlds.groups([self.member]))
+        self.worlds.answer(self.evidence)
+
+    def hears(self) -> bool:
+        return any(exchange.others for exchange in self.worlds._exchanges.values())
+
+    def evidence(self) -> bytes:
+        self.asked += 1
+        ranks = msgspec.msgpack.encode([_RankEvidence(self.log, b"")])
+        return pack_world([(self.host, ranks)])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_SLOWER", 0.1), ("DEFER_S", 0.3), ("LOOK_S", 0.0), ("_GATHER_S", 20.0)):
+        monkeypatch.setattr(meeting_worlds, name, seconds)
+
+
+@pytest.fixture
+def two(quick: None, tmp_path: Path) -> Iterator[tuple[World, World]]:
+    """Returns two worlds that have met, the one that reports first."""
+    made = [World(member, str(tmp_path / "meet"), tmp_path) for member in (0, 1)]
+    eventually(lambda: all(each.hears() for each in made), *made)
+    made.sort(key=lambda each: each.worlds.reporter is not None)
+    yield made[0], made[1]
+    for each in made:
+        each.worlds.leave()
+
+
+def eventually(condition: Callable[[], Any], *ticking: World) -> Any:
+    end = time.monotonic() + 30
+    while True:
+        for each in ticking:
+            each.tick()
+        if (found := condition()) or time.monotonic() > end:
+            assert found
+            return found
+        time.sleep(0.02)
+
+
+def test_a_wait_of_another_world_is_one_of_the_world_that_reports(two: tuple[World, World]) -> None:
+    first, second = two
+    second.waiting = [OpenWait(time.monotonic_ns() - 10**10, 1, "collective")]
+    (wait,) = eventually(lambda: first.worlds.waits(time.monotonic_ns()), *two)
+    assert wait.pid < 0 and wait.kind == "collective"
+    assert second.worlds.waits(time.monotonic_ns()) == []
+
+
+def test_the_world_that_reports_gets_the_others_evidence(
+    two: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    gathering = meeting_worlds._Exchange._wait_for_answers
+
+    def answering(*args: Any, **kwargs: Any) -> Any:
+        eventually(lambda: second.asked, second)
+        return gathering(*args, **kwargs)
+
+    monkeypatch.setattr(meeting_worlds._Exchange, "_wait_for_answers", answering)
+    (logs,), problems = first.worlds.gather()
+    assert problems == []
+    assert [(log.host, log.pid, log.job) for log in logs] == [
+        (second.host, second.log.pid, f"job-{second.host}")
+    ]
+    assert second.worlds.gather() == ([], [])
+    first.worlds.announce("Rank 0 of the first never came.", "missing", is_complete=False)
+    ((host, news),) = eventually(second.worlds.take_news, *two)
+    assert (host, news.text, news.kind) == (
+        first.host,
+        "Rank 0 of the first never came.",
+        "missing",
+    )
+    late = World(2, second.worlds._where, Path(second.worlds._where).parent)
+    eventually(lambda: late.worlds.reporter or first.worlds.reporter, *two, late)
+    time.sleep(0.5)
+    assert late.worlds.take_news() == []  # it was not looked at
+    late.worlds.leave()
+
+
+def test_a_world_that_meets_others_elsewhere_hears_only_what_is_complete(
+    two: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = two
+    second.log.setups += log_of(0, second.host, "10.0.0.2:1/more").setups
+    eventually(lambda: first.worlds.reporter, *two)
+    for exchange in second.worlds._exchanges.values():
+        exchange.answered_by = [beat.slot for beat in exchange.others]
+    second.worlds.announce("two places, one of them met", "missing", is_complete=False)
+    ((_, news),) = eventually(first.worlds.take_news, *two)
+    assert news.text.startswith("two places")
+    first.log.setups += log_of(0, first.host, "10.0.0.3:1/mine").setups
+    first.log.setups += log_of(0, first.host, "10.0.0.4:1/too").setups
+    eventually(lambda: second.worlds.reporter, *two)
+    for exchange in first.worlds._exchanges.values():
+        exchange.answered_by = [beat.slot for beat in exchange.others]
+    first.worlds.announce("not complete", "missing", is_complete=False)
+    first.worlds.announce("complete", "missing", is_complete=True)
+    ((_, news),) = eventually(second.worlds.take_news, *two)
+    assert news.text == "complete"
+
+
+def test_a_world_that_does_not_answer_is_said_to(
+    two: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting_worlds, "_GATHER_S", 0.2)
+    first, second = two
+    logs, problems = first.worlds.gather()
+    assert logs == [] and problems == [
+        "1 world that may share a group made by hand, reported by"
+        f" {second.host}, did not answer in time."
+    ]
+    first.worlds.announce("nobody was heard", "missing", is_complete=True)
+    time.sleep(0.5)
+    assert second.worlds.take_news() == []
+
+
+def test_a_world_leaves_its_verdict_to_the_other_for_some_seconds(two: tuple[World, World]) -> None:
+    first, second = two
+    assert not first.worlds.defer(is_early=False)
+    assert second.worlds.defer(is_early=True)
+    time.sleep(0.35)
+    assert not second.worlds.defer(is_early=True)
+    assert second.worlds.defer(is_early=False)
+    second.worlds.told_by = first.host
+    time.sleep(0.35)
+    assert second.worlds.defer(is_early=False)
+    second.worlds.end_stall()
+    assert second.worlds.told_by == ""
+
+
+def test_a_death_is_left_to_the_world_that_reports_if_it_has_one_too(
+    two: tuple[World, World],
+) -> None:
+    first, second = two
+    second.worlds.add_dead([0])
+    assert not first.worlds.died_first and not second.worlds.died_first
+    first.worlds.add_dead([0])
+    eventually(lambda: second.worlds.died_first, *two)
+
+
+def test_a_world_that_has_left_leaves_its_evidence(two: tuple[World, World]) -> None:
+    first, second = two
+    first.worlds.leave(first.evidence)
+    eventually(lambda: second.worlds.reporter is None and second.worlds.gather()[0], second)
+    ((log,),) = second.worlds.gather()[0]
+    assert log.pid == first.log.pid
+
+
+def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> None:
+    first, second = two
+    first.log.setups += log_of(1 - int(first.host[-1]), first.host).setups
+    first.tick()
+    assert not first.worlds._exchanges
+    eventually(lambda: not second.hears(), second)
+
+
+def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: Path) -> None:
+    def places(*groups: ByHand, where: str = "auto") -> list[Any]:
+        return meeting_worlds._places(groups, where, "host0")
+
+    whole = ByHand(STORE, 2, 0, (0, 1))
+    assert places() == places(whole) == []
+    assert places(ByHand(STORE, 2, 0, (0,)), ByHand(STORE, 2, 0, (1,))) == []
+    part = ByHand("10.0.0.1:29600/other", 2, 1, (1,))
+    theirs = Store("10.0.0.1", 29600, within="commlens/worlds/")
+    assert places(whole, part) == [theirs]
+    assert places(part, ByHand("host0:1/a", 2, 0, (1,)), ByHand("host0:1/b", 3, 0, (1,))) == [
+        theirs,
+        Store("localhost", 1, within="commlens/worlds/"),
+    ]
+    by_file = ByHand("/tmp/store", 2, 0, (1,))
+    assert places(by_file) == []
+    (folder,) = places(by_file, where=str(tmp_path))
+    assert isinstance(folder, Folder) and folder.path.parent == tmp_path
+    alone = World(0, "off", tmp_path)
+    assert alone.worlds.groups([alone.member]) == []
+    seen = World(0, "auto", tmp_path)
+    assert seen.worlds.groups([seen.member]) == [ByHand(STORE, 2, 0, (0,))]
