@@ -53,6 +53,7 @@ def test_a_rank_gathers_into_the_tensor_that_holds_what_it_gives() -> None:
     assert whole.tolist() == [2, 3, 2, 3, 2, 3]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="its fake backend copies nothing here")
 def test_afterwards_the_fake_backend_is_as_before() -> None:
     with FakeWorld(2, 0):
         pass
