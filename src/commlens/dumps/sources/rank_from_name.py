@@ -16,13 +16,18 @@ from typing import Final
 
 RANK_MAX: Final = 9_999_999
 
-_RANK: Final = re.compile(r"(?<![a-z])(?:global[_-]?)?g?rank[\s_.=-]*([0-9]+)", re.IGNORECASE)
+# of the job, not of a node or a group
+_RANK: Final = re.compile(
+    r"(?<![a-z])(?<!local[\s_.-])(?<!node[\s_.-])(?<!group[\s_.-])g?rank[\s_.=-]*([0-9]+)"
+    r"|(?<![a-z])globalrank[\s_.=-]*([0-9]+)",
+    re.IGNORECASE,
+)
 _LOCAL: Final = re.compile(
-    r"(?<![a-z])(?:local[_-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)",
+    r"(?<![a-z])(?:local[\s_.-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)",
     re.IGNORECASE,
 )
 _NODE: Final = re.compile(
-    r"(?<![a-z])(?:node[_-]?rank|group[_-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)",
+    r"(?<![a-z])(?:node[\s_.-]?rank|group[\s_.-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)",
     re.IGNORECASE,
 )
 _SHORT: Final = re.compile(r"(?:^|[._-])r([0-9]+)(?=$|[._-])", re.IGNORECASE)
@@ -31,6 +36,8 @@ _DATE: Final = re.compile(
     r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[T"
     r" _.-]?[0-2]\d[-_.:]?[0-5]\d(?:[-_.:]?[0-5]\d(?:[.,]\d+)?)?Z?)?(?!\d)"
 )
+# the number of a process, or a time in seconds: it differs between the ranks of a node
+_OF_PROCESS: Final = re.compile(r"pid[_.-]?[0-9]+|(?<!\d)[0-9]{9,}(?!\d)", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"[0-9]+")
 _ENDING: Final = re.compile(
     r"\.(?:pickle|pkl|json|jsonl|gz|zst|zstd|bz2|xz|bin|txt|log|out|err|dump|trace|pt|box|dat|tar|tgz|zip|stdout|stderr)$",
@@ -64,7 +71,13 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     """Infer rank and host from one name: a path, URL, or ``archive!member``. Folders are used if
     the file's own name says nothing.
 
-    In a file name with torchfrtrace's prefix, the number after it is the rank.
+    The first of these that is there tells the rank:
+
+    1. the number after ``prefix``, which torchfrtrace was given as the prefix of its files
+    2. the number after ``rank`` in the file's name, or else in the nearest folder's that has one
+    3. none yet, if there is the number of a GPU: :func:`parse_names` infers it from the other names
+    4. the only number in the file's name; of several the last one, with a note
+    5. the nearest folder whose name is a number
 
     Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``,
     ``trace.3``, ``node-3/gpu2/dump``.
@@ -76,7 +89,8 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     base = _stem(last)
     host = _own_host(base) or folders.host
     if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
-        return FileName(rank=_small(number[0]), host=host, sure=True)
+        rank = _small(number[0])
+        return FileName(rank=rank, host=host, sure=rank >= 0)
     node, local = _last_number(_NODE, base), _last_number(_LOCAL, base)
     about = FileName(
         host=host,
@@ -87,7 +101,7 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     if own >= 0 or folders.sure:
         return _as_stated(about, own, folders, name)
     if about.local_rank >= 0:
-        return about  # a GPU number: parse_names infers the rank from the other names
+        return about
     numbers = _numbers(base)
     if len(numbers) > 1:
         note = (
@@ -121,7 +135,7 @@ def _folders(parts: tuple[str, ...]) -> FileName:
     """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
     stated = _first_known(_stated_rank(part) for part in near)
-    bare = (int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7)
+    bare = (_small(part) for part in near if part.isdecimal() and part.isascii())
     return FileName(
         rank=stated if stated >= 0 else _first_known(bare),
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
@@ -154,11 +168,11 @@ def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
 
 def _counted_from_one(names: Sequence[str], each: list[FileName]) -> None:
     counted = [
-        match if (match := _OF.search(name)) and found.rank == int(match[1]) else None
+        match if (match := _OF.search(name)) and found.rank == _small(match[1]) else None
         for name, found in zip(names, each, strict=True)
     ]
-    if any(match and int(match[1]) == int(match[2]) for match in counted) and not any(
-        match and int(match[1]) == 0 for match in counted
+    if any(match and _small(match[1]) == _small(match[2]) for match in counted) and not any(
+        match and _small(match[1]) == 0 for match in counted
     ):
         for at, match in enumerate(counted):
             if match:
@@ -166,37 +180,43 @@ def _counted_from_one(names: Sequence[str], each: list[FileName]) -> None:
 
 
 def _by_position(names: Sequence[str], each: list[FileName]) -> None:
-    shapes: dict[tuple[str, int], list[int]] = defaultdict(list)
+    # of alike names: the numbers of each, by its index
+    shapes: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
     for at, (name, found) in enumerate(zip(names, each, strict=True)):
         if found.note and not found.sure:
-            base = _stem(re.split(r"[/\\!]", name)[-1])
-            shapes[_NUMBER.sub("#", _without_dates(base)), len(_numbers(base))].append(at)
-    for (_, positions), members in shapes.items():
-        columns = [
-            [_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[position] for at in members]
-            for position in range(positions)
-        ]
-        ranks = _ranks_among(columns) if len(members) > 1 else None
-        for at, rank in zip(members, ranks or (), strict=ranks is not None):
+            base = _stem(_parts(name)[-1])
+            numbers = _numbers(base)
+            shapes[_NUMBER.sub("#", _without_dates(base)), len(numbers)][at] = numbers
+    for members in shapes.values():
+        ranks = _ranks_among([*zip(*members.values(), strict=True)]) if len(members) > 1 else None
+        if ranks is None:
+            continue
+        for at, rank in zip(members, ranks, strict=True):
             each[at] = replace(each[at], rank=rank, note="")
 
 
-def _ranks_among(columns: list[list[int]]) -> list[int] | None:
-    """Return the numbers that may be ranks, of those at each place of alike names: they differ,
-    and are the lowest. None if that is not clear.
+def _ranks_among(columns: Sequence[Sequence[int]]) -> Sequence[int] | None:
+    """Return the ranks among the numbers at each place of alike names: the numbers of one place
+    that are 0 to n - 1, or else those that all differ and are lowest. None if that is not clear.
     """
     different = [column for column in columns if len(set(column)) == len(column)]
-    whole = [column for column in different if sorted(column) == list(range(len(column)))]
-    best = min(whole or different, key=max, default=None)
-    if best is None or whole:
+    complete = [column for column in different if sorted(column) == list(range(len(column)))]
+    best = min(complete or different, key=max, default=None)
+    if best is None or complete:
         return best
     return best if sum(max(column) == max(best) for column in different) == 1 else None
 
 
 def _by_node(names: Sequence[str], each: list[FileName]) -> None:
-    """Infer ranks from nodes, in the order of their names, and local ranks."""
+    """Infer ranks from nodes, in the order of their names, and local ranks. Nodes have the names
+    of folders or hosts, unless numbers tell all of them apart.
+    """
     waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
-    where = {at: (each[at].node, _key(_before_local(names[at]))) for at in waiting}
+    numbered = {(each[at].node, each[at].local_rank) for at in waiting if each[at].node >= 0}
+    suffices = len(numbered) == len(waiting)
+    where = {
+        at: (each[at].node, () if suffices else _key(_before_local(names[at]))) for at in waiting
+    }
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}
     per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
     note = (
@@ -212,8 +232,9 @@ def _by_node(names: Sequence[str], each: list[FileName]) -> None:
 
 
 def _before_local(name: str) -> str:
-    *_, last = _LOCAL.finditer(name)
-    return name[: last.start()]
+    """Return the part of a name that may tell its node."""
+    *_, last = _LOCAL.finditer(name)  # it has a local rank, which this found
+    return _OF_PROCESS.sub("", _without_dates(name[: last.start()]))
 
 
 def _key(name: str) -> tuple[tuple[int, str], ...]:
@@ -226,11 +247,9 @@ def _key(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _stated_rank(part: str) -> int:
-    found = [number for match in _RANK.finditer(part) if (number := _small(match[1])) >= 0]
-    if found and not re.search(r"local[_-]?rank|node[_-]?rank|group[_-]?rank", part, re.IGNORECASE):
-        return found[-1]
-    if found and (whole := re.search(r"global[_-]?rank[\s_.=-]*([0-9]+)", part, re.IGNORECASE)):
-        return _small(whole[1])
+    found = [_small(match[1] or match[2]) for match in _RANK.finditer(part)]
+    if known := [number for number in found if number >= 0]:
+        return known[-1]
     if match := _OF.search(part):
         return _small(match[1])
     short = _SHORT.findall(part)
@@ -281,7 +300,7 @@ def _numbers(base: str) -> list[int]:
 
 
 _AROUND_RANK: Final = re.compile(
-    r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*[0-9]+[_.-]?", re.IGNORECASE
+    r"[_.-]?(?:(?:global|local|node|group)[_.-]?)?rank[\s_.=-]*[0-9]+[_.-]?", re.IGNORECASE
 )
 _DUMP_WORDS: Final = re.compile(
     r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", re.IGNORECASE

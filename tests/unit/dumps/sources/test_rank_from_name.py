@@ -42,6 +42,9 @@ from commlens.dumps.sources.rank_from_name import RANK_MAX, parse_name, parse_na
         ("dump_3_1732245600.json", 3, ""),
         ("nccl_trace_rank_3_1732245600", 3, ""),
         ("global_rank_12_local_rank_4.pkl", 12, ""),
+        ("node_rank0_rank5.json", 5, ""),
+        ("group_rank_0_rank_5", 5, ""),
+        ("local.rank.3_global.rank.9", 9, ""),
         ("00003-of-00008.pkl", 3, ""),
         ("README.md", -1, ""),
         ("fault_injection.log", -1, ""),
@@ -61,6 +64,7 @@ def test_one_name(name: str, rank: int, host: str) -> None:
         ("node2/local_rank_5.json", 2, 5),
         ("worker-1/cuda:0", 1, 0),
         ("GPU3.json", -1, 3),
+        ("node.rank.1_local.rank.3", 1, 3),
     ],
 )
 def test_a_number_on_its_node_is_no_rank(name: str, node: int, local_rank: int) -> None:
@@ -71,6 +75,7 @@ def test_a_number_on_its_node_is_no_rank(name: str, node: int, local_rank: int) 
 def test_a_prefix_says_where_the_rank_is() -> None:
     assert parse_name("d/run7-of-hell-12-3", prefix="run7-of-hell-").rank == 12
     assert parse_name("d/run7_rank_3", prefix="other").rank == 3
+    assert not parse_name("p99999999999", prefix="p").sure
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,11 @@ def test_what_can_be_read_in_several_ways_is_said(name: str, rank: int, words: s
         ([f"node-{node}/gpu{gpu}/x.pkl" for node in (9, 10) for gpu in (0, 1)], [0, 1, 2, 3]),
         ([f"{host}/gpu{gpu}" for host in ("alpha", "beta") for gpu in (0, 1)], [0, 1, 2, 3]),
         (["gpu0.json", "gpu3.json"], [0, 3]),
+        (["host1_1700000000_gpu0.json", "host1_1700000001_gpu1.json"], [0, 1]),
+        (["node0_pid100_gpu0", "node0_pid101_gpu1"], [0, 1]),
+        (["20240101-120001_gpu0", "20240101-120002_gpu1"], [0, 1]),
+        (["alpha_pid7_gpu0", "beta_pid9_gpu0", "alpha_pid8_gpu1"], [0, 2, 1]),
+        (["1" * 5000 + "-of-4"], [4]),
         ([f"{part}-of-4.pkl" for part in (1, 2, 3, 4)], [0, 1, 2, 3]),
         ([f"{part}-of-4.pkl" for part in (0, 1, 2, 3)], [0, 1, 2, 3]),
     ],
