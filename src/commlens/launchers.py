@@ -13,7 +13,7 @@ class Launcher(NamedTuple):
     """The variables that a launcher sets for each process; empty where it has none."""
 
     name: str
-    sign: str  # is set by no other launcher
+    sign: str  # that it started a process
     rank: str
     world_size: str = ""
     local_rank: str = ""
@@ -24,11 +24,11 @@ _WORKER_OF_RAY: Final = "ray/_private/workers/default_worker.py"
 REPLICA: Final = "REPLICA_GROUP_ID"
 """The number of a replica group, each of which is a job of its own: set by torchft's launcher."""
 
-# torchrun comes first, because another launcher may have started it; srun comes before the MPIs,
-# whose variables it also sets.
+# The first one that is set wins. torchrun comes first, because another launcher may have started it.
+# The batch script of a Slurm job is a task, too, so its variables say "task 0" in all ranks that an
+# mpirun in it starts; but srun sets variables of PMI itself, so it comes before these.
 LAUNCHERS: Final = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    Launcher("srun", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     Launcher(
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -36,6 +36,9 @@ LAUNCHERS: Final = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
+    # MPICH and Intel MPI
+    Launcher("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     Launcher(
         "jsrun",
         "JSM_NAMESPACE_RANK",
@@ -45,8 +48,7 @@ LAUNCHERS: Final = (
     ),
     Launcher("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Launcher("mpirun", "PMIX_RANK", "PMIX_RANK"),
-    # MPICH and Intel MPI
-    Launcher("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    Launcher("mpirun", "PMI_RANK", "PMI_RANK", "PMI_SIZE"),
     Launcher(
         "mpirun",
         "MV2_COMM_WORLD_RANK",

@@ -7,7 +7,7 @@ import pytest
 from commlens import launchers
 
 
-@pytest.mark.parametrize("launcher", launchers.LAUNCHERS, ids=lambda launcher: launcher.rank)
+@pytest.mark.parametrize("launcher", launchers.LAUNCHERS, ids=lambda launcher: launcher.sign)
 def test_each_launcher_places_its_ranks(launcher: launchers.Launcher) -> None:
     environ = {launcher.sign: "7", launcher.rank: "3"}
     if launcher.world_size:
@@ -29,6 +29,32 @@ def test_torchrun_decides_where_srun_started_it() -> None:
     assert launchers.launcher_of(environ) == "torchrun"
     assert launchers.number(environ, launchers.RANK) == 5
     assert launchers.ranks_of_node({**environ, "LOCAL_WORLD_SIZE": "4"}, 5) == range(4, 8)
+
+
+@pytest.mark.parametrize(
+    "of_mpi",
+    [
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"},
+    ],
+    ids=["Open MPI", "MPICH"],
+)
+def test_mpirun_decides_in_the_batch_script_of_a_slurm_job(of_mpi: dict[str, str]) -> None:
+    """The script is task 0 of 1, and mpirun's ranks inherit that."""
+    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"} | of_mpi
+    assert launchers.launcher_of(environ) == "mpirun"
+    assert launchers.number(environ, launchers.RANK) == 3
+    assert launchers.number(environ, launchers.WORLD_SIZE, 0) == 4
+    assert launchers.number(environ, launchers.LOCAL_RANK) == 1
+
+
+def test_srun_decides_where_it_offers_pmi() -> None:
+    environ = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "PMI_RANK": "2", "PMIX_RANK": "2"}
+    assert launchers.launcher_of(environ) == "srun"
 
 
 def test_a_variable_that_holds_no_number_is_as_good_as_none() -> None:
