@@ -190,6 +190,8 @@ def train(how: str) -> tuple[int, float]:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("bad batch")
+        if how == "exit":
+            os._exit(0)
         if how == "hang":
             load_batch()
         if how == "leave":
@@ -219,6 +221,10 @@ def children() -> set[int]:
                 "in train\n",
                 'raise ValueError("bad batch")',
             ],
+        ),
+        (
+            "exit",
+            ["Rank 1 failed first: its process exited with status 0 before the function returned"],
         ),
         long(
             "leave",

@@ -22,7 +22,7 @@ from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, RanksFailed, require_torch
 from commlens.model.verdict import Verdict
 from commlens.testing.observer_client import PREFIX, ObserverClient
-from commlens.text import exit_phrase, ranks_phrase, verb
+from commlens.text import capital, exit_phrase, ranks_phrase, verb
 
 BACKENDS: Final = ("gloo", "fake")
 _POLL_S: Final = 0.05
@@ -41,16 +41,24 @@ class Rank:
     ended_at: float = 0.0  # monotonic; 0: it runs
 
     def result(self) -> dict[str, Any]:
-        """Return its ``value``, or the text of its ``error``, and ``at``, when that was; of a
-        process that left nothing, how it ended.
+        """Return its ``value``, or the text of its ``error``, its ``kind``, and ``at``, when that
+        was; 0.0, before all others, of a process that left nothing that can be read.
         """
         try:
             result: dict[str, Any] = pickle.loads(self.result_file.read_bytes())
             return result
         except OSError:
-            code = self.process.returncode
-        kind = f"its process {exit_phrase(code)} before the function returned"
+            ended = exit_phrase(self.process.returncode)
+            kind = f"its process {ended} before the function returned"
+        except Exception as error:
+            kind = f"its result cannot be unpickled here: {type(error).__name__}: {error}"
         return {"error": "", "at": 0.0, "kind": kind}
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its process has ended without a value."""
+        code = self.process.returncode
+        return code is not None and (code != 0 or "value" not in self.result())
 
 
 def run_on_ranks(
@@ -106,7 +114,7 @@ def run_on_ranks(
             for number in range(world_size):
                 ranks.append(_start(number, world_size, Path(folder), boxes, call, timeout_s))
             failure = _wait(ranks, job, timeout_s)
-        except BaseException:  # by pytest-timeout or Ctrl-C
+        except BaseException:  # raised by pytest-timeout or Ctrl-C
             if not ObserverClient.look():
                 print(_verdict(job))
             raise
@@ -210,7 +218,6 @@ def _start(
 
 def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:
     """Wait until all ranks have ended, one has failed or the time is over."""
-    __tracebackhide__ = True
     until = time.monotonic() + timeout_s
     failed = False
     while (
@@ -220,7 +227,7 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
         for rank in running:
             if rank.process.poll() is not None:
                 rank.ended_at = time.monotonic()
-                if rank.process.returncode and not failed:
+                if not failed and rank.has_failed:
                     failed = True
                     until = min(until, rank.ended_at + _AFTER_ERROR_S)
     if failed:
@@ -232,10 +239,11 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
     numbers = [rank.number for rank in running]
     words = (
         f"{ranks_phrase(numbers)} {verb(numbers, 'was', 'were')} still running after"
-        f" {timeout_s:g} s.".capitalize()
+        f" {timeout_s:g} s."
     )
     return RanksFailed(
-        f"{words}\n\n{verdict}".rstrip(), rank=verdict.culprits[0] if verdict.culprits else None
+        f"{capital(words)}\n\n{verdict}".rstrip(),
+        rank=verdict.culprits[0] if verdict.culprits else None,
     )
 
 
@@ -243,23 +251,23 @@ def _first_failure(ranks: Sequence[Rank], verdict: Verdict) -> RanksFailed:
     """Return the error of the rank that failed first: those of the others are often its
     consequences.
     """
-    results = {
-        rank.number: rank.result() for rank in ranks if rank.process.returncode not in (None, 0)
-    }
+    results = {rank.number: rank.result() for rank in ranks if rank.has_failed}
     first = min(results, key=lambda number: float(results[number]["at"]))
     others = [number for number in results if number != first]
     words = f"Rank {first} failed first: {results[first]['kind']}"
     if others:
         words += f"; after it {ranks_phrase(others)} failed, too"
     text = f"{words}.\n\n{results[first]['error']}".rstrip()
-    if (
-        not verdict.is_fault
-        or verdict.confidence == "low"
-        or (first in verdict.culprits and not verdict.kind.startswith("mismatch"))
-    ):
+    is_told = first in verdict.culprits and not verdict.kind.startswith("mismatch")
+    if is_told or not verdict.is_fault or verdict.confidence == "low":
         return RanksFailed(text, rank=first)
-    rank = verdict.culprits[0] if verdict.culprits else None if first in verdict.victims else first
-    return RanksFailed(f"{text}\n\n{verdict}", rank=rank)  # it only failed because of another one
+    # it only failed because of another one
+    rank: int | None = first
+    if verdict.culprits:
+        rank = verdict.culprits[0]
+    elif first in verdict.victims:
+        rank = None
+    return RanksFailed(f"{text}\n\n{verdict}", rank=rank)
 
 
 def _verdict(job: Path) -> Verdict:
