@@ -24,8 +24,8 @@ _WORKER_OF_RAY: Final = "ray/_private/workers/default_worker.py"
 REPLICA: Final = "REPLICA_GROUP_ID"
 """The number of a replica group, each of which is a job of its own: set by torchft's launcher."""
 
-# The first that is set wins. torchrun comes first, because another launcher may have started it. The
-# batch script of a Slurm job is a task, too, so its variables say "task 0" in all ranks that an
+# The first that is set wins. torchrun comes first: another launcher may have started it. The batch
+# script of a Slurm job is a task, too, so its variables say "task 0" in all ranks that an
 # mpirun in it starts; but srun sets variables of PMI itself, so it comes before these.
 LAUNCHERS: Final = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK"),

@@ -97,13 +97,9 @@ def _limits(root: Path) -> dict[str, Value]:
 
 def _heat(root: Path) -> dict[str, Value]:
     """Return how often the processors lowered their clock because of heat, all together."""
-    folder = root / "sys/devices/system/cpu"
-    cpus = 0
-    times: list[float] = []
-    while cpus < _CPUS_MAX:
-        throttled = number(folder / f"cpu{cpus}/thermal_throttle/core_throttle_count")
-        if throttled is None:
-            break
-        times.append(throttled)
-        cpus += 1
+    # a processor that is off has no count
+    counts = (root / "sys/devices/system/cpu").glob(
+        "cpu[0-9]*/thermal_throttle/core_throttle_count"
+    )
+    times = [times for path in sorted(counts)[:_CPUS_MAX] if (times := number(path)) is not None]
     return {"throttled_times": sum(times)} if times else {}

@@ -385,9 +385,11 @@ def _coverage(data: TraceData) -> tuple[str, bool]:
             )
             places[place] = places.get(place, 0) + event.count
     most = sorted(places.items(), key=lambda item: -item[1])
-    listed = joined(f"{place} ({number(calls)})" for place, calls in most[:3])
-    more = f" and {len(most) - 3} other places" if len(most) > 3 else ""
+    named = [f"{place} ({number(calls)})" for place, calls in most[:3]]
+    if len(most) > 3:
+        named.append(count(len(most) - 3, "other place"))
+    listed = joined(named)
     return (
-        f"{text}; {number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."),
+        f"{text}; {number(unclassified)} unclassified" + (f": {listed}." if listed else "."),
         False,
     )

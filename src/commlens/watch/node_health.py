@@ -35,15 +35,19 @@ class HealthOfNode:
 
     def add(self, members: Iterable[Member]) -> None:
         """Keep the environments of new ranks: that of an ended rank cannot be read."""
-        first = not self._environments
+        knew_none = not any(self._environments.values())
         for member in members:
             if member.here and self._monitor is not None:
                 whole = process.environment(member.pid)
                 self._environments[member.pid] = {
                     name: value for name, value in whole.items() if name in _KEPT
                 }
-        if first and self._environments and self._monitor is not None:
-            self._monitor.learn_places(next(iter(self._environments.values())))
+        # that of a rank that has ended is empty
+        if knew_none and self._monitor is not None and (environment := self._an_environment()):
+            self._monitor.learn_places(environment)
+
+    def _an_environment(self) -> Mapping[str, str]:
+        return next(filter(None, self._environments.values()), {})
 
     def look_now(self, *, ask_ras: bool = False) -> None:
         """Ask for a look at all sources, because something may be wrong.
@@ -52,8 +56,7 @@ class HealthOfNode:
             ask_ras: also ask NCCL's RAS service, which collects its answer from all ranks.
         """
         if self._monitor is not None:
-            environment = next(iter(self._environments.values()), {})
-            self._monitor.look_now(environment if ask_ras else None)
+            self._monitor.look_now(self._an_environment() if ask_ras else None)
 
     def report(self, members: Sequence[Member]) -> NodeHealth | None:
         """Return the state of the hardware, from a fresh look if one is ready in time; None if

@@ -32,6 +32,12 @@ def test_what_is_missing_or_unclassified_is_said():
         " (1) and broadcast at train.py:13 (1)."
     )
     assert not summary.complete
+    for line in (14, 15):
+        rec.issue("reduce", "tp", None, None, 64, line)
+    coverage = commlens.Trace(rec.finish()).to_summary().coverage
+    assert coverage.endswith(
+        "broadcast at train.py:13 (1), reduce at train.py:14 (1) and 1 other place."
+    )
     data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])
     text = render(commlens.Trace(data).to_summary())
     assert (

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from commlens.diagnosis.words.hardware import event_phrase
 from commlens.model.health import THERMAL_REASONS, NodeHealth, Value
-from commlens.text import capital, number, size
+from commlens.text import capital, count, number, size
 
 EVENTS_SHOWN: Final = 10
 
@@ -61,7 +61,9 @@ _TEXTS: Final[Mapping[str, Callable[[float], str]]] = {
     "stalled_s": lambda value: (
         f"all processes waited for it for {number(round(value, 1))} s" if value else ""
     ),
-    "throttled_times": lambda value: f"its clock was lowered {number(value)} times",
+    "throttled_times": lambda value: (
+        f"its clock was lowered {count(int(value), 'time')}" if value else ""
+    ),
 }
 """The words for values, in the order in which they are shown."""
 

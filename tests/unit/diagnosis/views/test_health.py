@@ -28,6 +28,15 @@ def test_the_parts_of_a_node_and_what_is_wrong_with_them(tmp_path: Path) -> None
     assert table.not_read == []
 
 
+def test_a_processor_whose_clock_was_never_lowered_has_no_row() -> None:
+    def rows(times: float) -> list[tuple[str, str]]:
+        values = {"host": {"cpu": {"throttled_times": times}}}
+        return health_table(NodeHealth("n03", values=values)).rows
+
+    assert rows(0.0) == []
+    assert rows(1.0) == [("cpu", "its clock was lowered 1 time")]
+
+
 def test_what_cannot_be_read_is_named() -> None:
     table = health_table(NodeHealth("n03", not_read=[NotRead("kernel log", "no right")]))
     assert table == ([], [], ["Kernel log: no right."])
