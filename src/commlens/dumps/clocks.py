@@ -122,6 +122,9 @@ def _bounds(ours: _Meetings, theirs: _Meetings) -> tuple[int, int] | None:
     )
 
 
+_DURATIONS: Final = ("duration_ns", "device_ns")
+
+
 def _shift(log: RankLog, by_ns: int) -> None:
     for op in _ops(log):
         _shift_fields(op, by_ns)
@@ -129,6 +132,7 @@ def _shift(log: RankLog, by_ns: int) -> None:
     _shift_fields(log.observation, by_ns)
     if log.health is not None:
         log.health = log.health.shifted(by_ns)
+    log.nccl = _shifted(log.nccl, by_ns)
     for owner in (log, log.observation):
         owner.stacks = [
             msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0)
@@ -146,7 +150,31 @@ def _ops(log: RankLog) -> Iterator[Collective]:
 
 
 def _shift_fields(struct: Any, by_ns: int) -> None:
-    """Shift the points in time of a struct: the fields that end in ``_ns``, except durations."""
-    for name in struct.__struct_fields__:
-        if name.endswith("_ns") and name != "duration_ns" and (value := getattr(struct, name)):
-            setattr(struct, name, max(1, value + by_ns))
+    """Shift the points in time of a struct."""
+    for name, value in _times(struct, by_ns).items():
+        setattr(struct, name, value)
+
+
+def _shifted(value: Any, by_ns: int) -> Any:
+    """Return a struct, and those in it, with their points in time shifted."""
+    if isinstance(value, tuple):
+        return tuple(_shifted(each, by_ns) for each in value)
+    if not isinstance(value, msgspec.Struct):
+        return value
+    inner = {
+        name: _shifted(getattr(value, name), by_ns)
+        for name in value.__struct_fields__
+        if isinstance(getattr(value, name), tuple)
+    }
+    return msgspec.structs.replace(value, **inner, **_times(value, by_ns))
+
+
+def _times(struct: Any, by_ns: int) -> dict[str, int]:
+    """Return the shifted points in time of a struct: the fields that end in ``_ns`` and are known,
+    except durations.
+    """
+    return {
+        name: max(1, value + by_ns)
+        for name in struct.__struct_fields__
+        if name.endswith("_ns") and name not in _DURATIONS and (value := getattr(struct, name))
+    }

@@ -13,6 +13,7 @@ from builders import MS, START, Job, Stay, Step, all_reduce
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.dumps.clocks import _shift, align_clocks
 from commlens.model.health import HealthEvent, NodeHealth
+from commlens.model.nccl import NcclCommunicator, NcclOp, NcclRecord, NcclTransfer
 from commlens.model.ranklog import RankLog
 
 S = 1_000_000_000
@@ -100,3 +101,17 @@ def test_what_a_node_told_of_its_hardware_moves_with_its_ranks() -> None:
     assert told is not None
     assert told.events[0].at_ns == START + 6 * S - ahead
     assert told.taken_ns == START + 7 * S - ahead
+
+
+def test_what_nccl_recorded_moves_with_the_ranks_records() -> None:
+    transfer = NcclTransfer(1, 0, True, 8, 3, moved_ns=START + 2 * S)
+    op = NcclOp(
+        1, "AllReduce", "ncclFloat32", 4, called_ns=START, device_ns=7, transfers=(transfer,)
+    )
+    communicator = NcclCommunicator("abc", "", 2, 0, 1, ops=(op,))
+    log = RankLog(rank=0, world_size=2, nccl=NcclRecord(1, 1, communicators=(communicator,)))
+    _shift(log, 5 * S)
+    assert log.nccl is not None
+    (moved,) = log.nccl.communicators[0].ops
+    assert (moved.called_ns, moved.launched_ns, moved.device_ns) == (START + 5 * S, 0, 7)
+    assert moved.transfers[0].moved_ns == START + 7 * S
