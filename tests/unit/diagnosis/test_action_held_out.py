@@ -35,6 +35,7 @@ from commlens.model.ranklog import End, Observation
 
 OF_B = range(4, 8)
 ALL = range(8)
+LAUNCHERS_END = "srun: error: n1: task 0: Exited with exit code 1\n"
 OOM_EVENT = (
     "slurmstepd: error: Detected 1 oom_kill event in StepId=4242.0. Some of the step tasks\n"
 )
@@ -77,6 +78,14 @@ LOGS: dict[str, tuple[Files, str]] = {
     "preempted": (slurm(" DUE TO PREEMPTION"), "retry"),
     "time limit": (slurm(" DUE TO TIME LIMIT"), "retry"),
     "cancelled by hand": (slurm("", step_only=True), "unknown stop"),
+    "cancelled by hand, with launchers": (
+        {"slurm.out": slurm("")["slurm-4242.out"] + LAUNCHERS_END},
+        "stop",
+    ),
+    "launchers fail, and the job is cancelled": (
+        {"slurm.out": LAUNCHERS_END + slurm("")["slurm-4242.out"]},
+        "unknown",
+    ),
     "pod ended by SIGTERM": ({"pod.log": ended_by(15)}, "retry unknown"),
     "Ctrl-C": ({"job.log": ended_by(2, interrupted=range(4))}, "unknown stop"),
     "not all joined": (

@@ -59,7 +59,7 @@ def find_told(
         or _ended(dumps, ranks, TELL_WHY)
         or _raised(dumps)
         or _stuck_watchdog(chosen)
-        or _ended(dumps, ranks, get_args(JobEnding))
+        or _ended(dumps, ranks, ["cancelled"] if _was_cancelled(dumps) else get_args(JobEnding))
         or _launcher_ended(dumps, ranks)
         or _find_remark(dumps, ranks)
         or _store_unreached([line for dump in dumps for line in dump.endings])
@@ -195,6 +195,17 @@ def _ended(
         numbers=sorted({line.xid for line in lines if line.xid}),
         nodes=sorted({*map(attrgetter("node"), lines)} - {""}),
         before_errors=any(map(attrgetter("before_errors"), lines)),
+    )
+
+
+def _was_cancelled(dumps: Sequence[RankColumns]) -> bool:
+    """Return whether each log that tells of an end tells first that the job was cancelled: then the
+    launchers' statuses follow from that.
+    """
+    told = ([line for line in dump.endings if line.ending not in OF_THE_STORE] for dump in dumps)
+    firsts = [lines[0] for lines in told if lines]
+    return bool(firsts) and all(
+        line.ending == "cancelled" and line.before_errors for line in firsts
     )
 
 
