@@ -151,7 +151,9 @@ def _applying_after(spec: Any) -> None:
 
     def exec_module(module: Any) -> None:
         execute(module)
-        _safely(_apply_to, module)
+        # the loader of a zip file loads other modules, too
+        if module.__name__ in _adapters:
+            _safely(_apply_to, module)
 
     spec.loader.exec_module = exec_module
 

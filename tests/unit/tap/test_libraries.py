@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,22 @@ def test_other_imports_are_not_touched(place: Path) -> None:
         assert libraries.states == {}
     with adapted([Adapter("lib", "missing_library", "", {})], place), pytest.raises(ImportError):
         importlib.import_module("missing_library")
+
+
+def test_other_modules_of_a_zip_file_are_not_touched(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have the loader of the library."""
+    packed = place / "packed.zip"
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("some_library.py", LIBRARY)
+        file.writestr("another_library.py", "value = 7")
+    told = listening()
+    with adapted([adapter()], packed):
+        buffer = importlib.import_module("some_library").Buffer()
+        assert importlib.import_module("another_library").value == 7
+        assert buffer.dispatch(1) == 1
+    assert [each[1] for each in told[:1]] == ["dispatch"] and not caplog.records
 
 
 def test_what_is_installed_is_read_and_not_imported(place: Path) -> None:
