@@ -171,6 +171,15 @@ def test_stages_of_a_pipeline(
     assert {reason for _, reason in found} <= {why}
 
 
+def test_an_uneven_stage_is_no_slow_device_after_a_warm_up() -> None:
+    """Others did not wait for it in the first sample, but steps take no longer since then."""
+    logs = seen(PipelineJob(8, fault=Fault("stage", 2, 1.6), microbatches=4, step_s=0.2), 40.0)
+    slow = SlowRanks([2, 3], 0.2, 50, 0.3, 0.0, 0.0, logs[0].captured_ns - 20 * S, 9)
+    for slower, why in ((None, "uneven-work"), (1.03, "uneven-work"), (1.3, "slow-device")):
+        cause = find_straggler(slow._replace(slower=slower), logs, ALIKE, range(8)).cause
+        assert cause.why == why, slower
+
+
 def test_messages_without_durations_are_no_evidence() -> None:
     logs = seen(PipelineJob(4, pp=2, microbatches=4, step_s=0.2), 20.0)
     ops = [op for op in logs[0].collectives if op.announced_ns < timed_until(logs[0])]

@@ -136,7 +136,7 @@ def _what_slows_devices(slow: SlowRanks, logs: Sequence[RankLog], host_share: fl
             return _OnDevice(
                 "slow-link", SlowTransfer(ref, link.kind.op, round(link.ratio, 2), extra_s)
             )
-    if not slow.since_ns and _are_stage(slow.ranks, logs):
+    if (slow.slower or 1.0) <= 1 + slow.cost / 2 and _are_stage(slow.ranks, logs):
         return _OnDevice("uneven-work")
     return _OnDevice("slow-device" if host_share < _OF_COST * slow.cost else None)
 
