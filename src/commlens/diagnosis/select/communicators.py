@@ -81,6 +81,8 @@ class _Placed:
     def __init__(self, log: RankLog) -> None:
         self._log = log
         self._in_records: dict[int, list[NcclOp]] = defaultdict(list)
+        self._cut: set[int] = set()
+        """The records of calls of which NCCL may have told only a part."""
         device = [op for op in log.collectives if op.channel.runs_ahead]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
@@ -88,10 +90,18 @@ class _Placed:
         self.torchs: set[str] = set()
         """The hashes of the communicators that torch made."""
         for comm in self._comms:
+            placed: dict[int, list[NcclOp]] = defaultdict(list)
             for op in comm.ops:
                 if (record := calls.record_of(op, comm, log.rank)) is not None:
-                    self._in_records[record.index].append(op)
+                    placed[record.index].append(op)
                     self.torchs.add(comm.hash)
+            known = {False: {0}, True: {0}}
+            for op in comm.ops:
+                known[op.is_message].add(op.number)
+            for index, ops in placed.items():
+                self._in_records[index] += ops
+                if _may_be_cut(ops, comm, known):
+                    self._cut.add(index)
             if _is_torchs(comm, device, log.rank):
                 self.torchs.add(comm.hash)
 
@@ -110,24 +120,39 @@ class _Placed:
             channel = Channel(_group_of(comm), "cuda", runs_ahead=True, completion=BY_PLUGIN)
             added += _records_of(comm, channel, self._log)
             unused += [] if comm.collectives else [channel.group]
-        return _with_more(self._log, self._in_records, added, unused)
+        return self._with_more(added, unused)
+
+    def _with_more(self, added: Sequence[Collective], unused: list[ProcessGroup]) -> RankLog:
+        log, told = self._log, self._in_records
+        if not (told or added or unused):
+            return log
+        known = [
+            _enriched(op, told.get(op.index), log.captured_ns, is_cut=op.index in self._cut)
+            for op in log.collectives
+        ]
+        return msgspec.structs.replace(
+            log,
+            collectives=_merged(known, added),
+            issued=log.issued + len(added),
+            unused_groups=unused,
+        )
 
 
-def _with_more(
-    log: RankLog,
-    in_records: Mapping[int, Sequence[NcclOp]],
-    added: Sequence[Collective],
-    unused: list[ProcessGroup],
-) -> RankLog:
-    if not (in_records or added or unused):
-        return log
-    known = [_enriched(op, in_records.get(op.index), log.captured_ns) for op in log.collectives]
-    return msgspec.structs.replace(
-        log,
-        collectives=_merged(known, added),
-        issued=log.issued + len(added),
-        unused_groups=unused,
-    )
+def _may_be_cut(
+    ops: Sequence[NcclOp], comm: NcclCommunicator, known: Mapping[bool, Collection[int]]
+) -> bool:
+    """Return whether a call may have had more operations than these: the plugin keeps the newest
+    ones only. A whole call's numbers follow one another, and those next to them are known, too.
+    """
+    for is_message, called in ((False, comm.collectives), (True, comm.messages)):
+        mine = [op.number for op in ops if op.is_message == is_message]
+        if not mine:
+            continue
+        first, last = min(mine), max(mine)
+        ends_within = last >= called or last + 1 in known[is_message]
+        if last - first >= len(mine) or first - 1 not in known[is_message] or not ends_within:
+            return True
+    return False
 
 
 class _CallsByThread:
@@ -201,7 +226,7 @@ def _records_of(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Itera
             record.nccl = (op,)
             yield record
         else:
-            yield _enriched(record, [op], log.captured_ns)
+            yield _enriched(record, [op], log.captured_ns, is_cut=False)
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:
@@ -222,27 +247,34 @@ def _record_of(op: NcclOp, channel: Channel) -> Collective:
     )
 
 
-def _enriched(record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int) -> Collective:
-    """Return a record with what NCCL told of it: whether its kernel has started, and ended."""
+def _enriched(
+    record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int, *, is_cut: bool
+) -> Collective:
+    """Return a record with what NCCL told of it: whether its kernel has started, and ended. Of a
+    captured one, NCCL tells the newest replay, and the record is of the capture.
+    """
     if not ops:
         return record
     more: dict[str, Any] = {"nccl": tuple(ops)}
     is_open = record.in_flight or record.state is State.UNKNOWN
+    if record.captured or any(op.captured for op in ops):
+        is_open = False
     if all(op.has_stopped for op in ops):
-        if is_open:
+        if is_open and not is_cut:
             more["state"], more["done_ns"] = State.COMPLETED, max(op.stopped_ns for op in ops)
             more["learned_how"] = LearnedHow.NATIVE_RECORDER
     elif is_open and all(op.with_kernels for op in ops):
-        more["state"], more["learned_how"] = State.ISSUED, _how_far(ops, captured_ns)
+        how_far = _how_far(ops, captured_ns, is_cut=is_cut)
+        more["state"], more["learned_how"] = State.ISSUED, how_far
     return msgspec.structs.replace(record, **more)
 
 
-def _how_far(ops: Sequence[NcclOp], captured_ns: int) -> LearnedHow:
+def _how_far(ops: Sequence[NcclOp], captured_ns: int, *, is_cut: bool) -> LearnedHow:
     """Return how far the device is in a call that has not ended there."""
     if any(op.started_on for op in ops):
         return LearnedHow.STARTED
     launched_ns = max(op.launched_ns for op in ops)
-    is_told = captured_ns - launched_ns >= _TOLD_WITHIN_NS
+    is_told = not is_cut and captured_ns - launched_ns >= _TOLD_WITHIN_NS
     return LearnedHow.ENQUEUED if is_told else LearnedHow.NATIVE_RECORDER
 
 

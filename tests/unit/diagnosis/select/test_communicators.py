@@ -271,6 +271,50 @@ def test_the_end_of_a_kernel_completes_its_record():
     assert (last.state, last.done_ns) == (State.COMPLETED, done_ns)
 
 
+@pytest.mark.parametrize("stopped_on", [0, 1, 2])
+def test_a_replay_is_not_what_a_captured_call_did(stopped_on: int):
+    """The record is of the capture, perhaps hours ago, and NCCL tells the newest replay."""
+    log = on_device(training({})[0], in_flight=False)
+    for record in log.collectives:
+        record.captured, record.state = True, State.UNKNOWN
+    ops = in_calls(
+        log, captured=True, with_kernels=True, started_on=2, stopped_on=stopped_on, replays=100
+    )
+    (joined,) = with_communicators([told(log, ops)])
+    assert [one.nccl for one in joined.collectives] == [(one,) for one in ops]
+    assert {(one.state, one.done_ns) for one in joined.collectives} == {
+        (State.UNKNOWN, record.done_ns) for record in log.collectives
+    }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "called", "ends"),
+    [
+        (range(1, 9), 8, True),
+        (range(9, 17), 16, True),
+        (range(10, 17), 16, False),  # the first one is overwritten
+        ([9, 10, 12, 13], 13, False),
+        (range(9, 15), 16, False),
+    ],
+)
+def test_a_batch_of_which_a_part_is_lost_is_not_completed(
+    numbers: list[int], called: int, ends: bool
+):
+    log = on_device(training({})[0], in_flight=True)
+    at_ns = log.collectives[-1].announced_ns + 50_000
+    done = {"with_kernels": True, "started_on": 2, "stopped_on": 2, "stopped_ns": at_ns + S}
+    ops = [op(n, at_ns + n, is_message=True, **done) for n in numbers]
+    if numbers[0] > 1:
+        ops.insert(0, op(8, log.collectives[0].announced_ns, is_message=True, **done))
+    (joined,) = with_communicators([told(log, ops, called=0, messages=called)])
+    assert len(joined.collectives[-1].nccl) == len(numbers)
+    assert (joined.collectives[-1].state is State.COMPLETED) == ends
+    waiting = [msgspec.structs.replace(each, started_on=0, stopped_on=0) for each in ops]
+    (joined,) = with_communicators([told(log, waiting, called=0, messages=called)])
+    how = LearnedHow.ENQUEUED if ends else LearnedHow.NATIVE_RECORDER
+    assert joined.collectives[-1].learned_how is how, "what is lost may have started"
+
+
 def test_calls_of_another_thread_time_or_size_are_not_torchs():
     log = on_device(training({})[0], in_flight=False)
     for changed in (
