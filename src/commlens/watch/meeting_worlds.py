@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from commlens.config import AUTO
@@ -26,7 +27,7 @@ from commlens.watch.nodes.beat import LAST, Beat, ByHand, News
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
 from commlens.watch.nodes.remote_evidence import unpack_world
-from commlens.watch.other_worlds import OtherWorlds
+from commlens.watch.other_worlds import OtherWorlds, reading_of
 from commlens.watch.roster import Member
 from commlens.watch.stall import OpenWait
 
@@ -45,6 +46,8 @@ OFF: Final = "off"
 class _Exchange(Nodes):
     """The worlds that use one store, each by the node that reports for it."""
 
+    answers: Mapping[int, list[RankLog]] = MappingProxyType({})
+    """The logs of the worlds that answered last, by slot."""
     answered_by: Sequence[int] = ()
     """The slots of the worlds whose evidence is in the last diagnosis."""
 
@@ -57,7 +60,7 @@ class _Exchange(Nodes):
         found, silent = self.gather(
             lambda slot, content: unpack_world(content, self.host(slot)), timeout_s=timeout_s
         )
-        self.answered_by = [*found]
+        self.answers = {slot: logs for slot, (logs, _) in found.items()}
         return found, silent
 
     def _period_s(self) -> float:
@@ -128,12 +131,17 @@ class MeetingWorlds:
         for place in new:
             self._exchanges[place].begin([place])
 
-    def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
-        """Leave: the others no longer wait for this world, but have its last evidence."""
+    def part(self, evidence: Callable[[], bytes] | None = None) -> None:
+        """Part from the others, which no longer wait for this world, but have its last evidence."""
         while self._exchanges:
             self._exchanges.popitem()[1].leave(evidence)
+        self.told_by = ""
+
+    def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
+        """Part from the others, and forget the groups of this world."""
+        self.part(evidence)
         self._siblings.close()
-        self._groups, self._look_at, self.told_by = [], 0.0, ""
+        self._groups, self._look_at = [], 0.0
 
     @property
     def ports(self) -> set[int]:
@@ -213,6 +221,16 @@ class MeetingWorlds:
                     f" by {hosts}, did not answer in time."
                 )
         return logs, problems
+
+    def note_joined(self, logs: Sequence[RankLog]) -> None:
+        """Note which worlds' evidence is among the logs of a diagnosis."""
+        joined = {reading_of(log) for log in logs}
+        for exchange in self._exchanges.values():
+            exchange.answered_by = [
+                slot
+                for slot, answer in exchange.answers.items()
+                if not joined.isdisjoint(map(reading_of, answer))
+            ]
 
     def announce(self, text: str, kind: str, *, is_complete: bool) -> None:
         """Let the worlds whose evidence is in the last diagnosis print a verdict's first line.

@@ -27,6 +27,13 @@ _ENDED_S: Final = 30.0
 """This job does not wait for one that ended longer ago."""
 
 
+def reading_of(log: RankLog) -> tuple[str, int, int]:
+    """Return what identifies the reading of a box, which keeps it when ranks become numbers. Hosts
+    and pids alone do not: containers of one host may have those of one another.
+    """
+    return log.host, log.pid, log.captured_ns
+
+
 def with_other_worlds(
     logs: Sequence[RankLog],
     folders: Sequence[Path],
@@ -42,8 +49,8 @@ def with_other_worlds(
     """
     runs = [[*logs], *logs_of_other_worlds(logs, folders).values()]
     for job in elsewhere:
-        known = {(log.host, log.pid) for run in runs for log in run}
-        if job and known.isdisjoint((log.host, log.pid) for log in job):
+        known = {_process_of(log) for run in runs for log in run}
+        if job and known.isdisjoint(map(_process_of, job)):
             whole = next((run for run in runs if _are_one_world(run, job)), None)
             if whole is not None:
                 whole += job
@@ -55,6 +62,10 @@ def with_other_worlds(
         for log in joined:
             log.worlds = worlds
     return joined
+
+
+def _process_of(log: RankLog) -> tuple[str, str, int, int]:
+    return log.job, log.host, log.pid, log.rank
 
 
 def _are_one_world(some: Sequence[RankLog], others: Sequence[RankLog]) -> bool:

@@ -46,7 +46,7 @@ from commlens.watch.nodes.remote_evidence import (
 )
 from commlens.watch.nodes.states import States, states_of
 from commlens.watch.nodes.states_tree import TREE_ABOVE
-from commlens.watch.other_worlds import with_other_worlds
+from commlens.watch.other_worlds import reading_of, with_other_worlds
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import have_joined, one_run, read_logs
 from commlens.watch.stall_verdicts import explains, leaves_standing
@@ -186,13 +186,16 @@ class Evidence:
         clocks = correct_clocks(logs)
         self._elsewhere, more = self.worlds.gather() if self.nodes.reporter is None else ([], [])
         joined = self._with_worlds(one_run(logs))
+        self.worlds.note_joined(joined)
         clocks += correct_clocks(joined) if self._elsewhere else []
         return joined, [*problems, *clocks, *more]
 
     def _with_worlds(self, logs: list[RankLog]) -> list[RankLog]:
         joined = with_other_worlds(logs, self._roster.folders, self._elsewhere)
-        numbers = {(log.host, log.pid): log.rank for log in joined}
-        self.first = next((numbers[log.host, log.pid] - log.rank for log in logs), 0)
+        self.first = 0
+        if logs and joined[0].worlds.are_several:
+            numbers = {reading_of(log): log.rank for log in joined}
+            self.first = numbers[reading_of(logs[0])] - logs[0].rank
         return joined
 
     def states(self) -> States:
@@ -488,8 +491,9 @@ class Reporter:
             self._to_send = verdict
             line = f"{capital(verdict.summary).rstrip('.')}."
             self._announce(line, kind=verdict.kind)
-            unknown = any(each.size for each in verdict.worlds.outsiders)
-            self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
+            if verdict.worlds.are_several:  # else its ranks are those of this world
+                unknown = any(each.size for each in verdict.worlds.outsiders)
+                self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
         try:
             self._decide_action(verdict)
         except Exception as error:  # the verdict was printed

@@ -402,7 +402,7 @@ class Watcher:
         groups = worlds.groups(members)
         self._nodes.update(by_hand=groups)
         if self._nodes.reporter is not None:
-            worlds.leave()
+            worlds.part()
             return
         seen = [*groups, *(each for beat in self._nodes.others for each in beat.by_hand)]
         waiting = waits(members) + self._nodes.waits(time.monotonic_ns())

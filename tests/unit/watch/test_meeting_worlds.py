@@ -120,6 +120,10 @@ def test_the_world_that_reports_gets_the_others_evidence(
         (second.host, second.log.pid, f"job-{second.host}")
     ]
     assert second.worlds.gather() == ([], [])
+    first.worlds.announce("before it was joined", "missing", is_complete=True)
+    first.worlds.note_joined([first.log])
+    first.worlds.announce("of another diagnosis", "missing", is_complete=True)
+    first.worlds.note_joined([first.log, *logs])
     first.worlds.announce("Rank 0 of the first never came.", "missing", is_complete=False)
     ((host, news),) = eventually(second.worlds.take_news, *two)
     assert (host, news.text, news.kind) == (
@@ -169,6 +173,21 @@ def test_a_world_that_does_not_answer_is_said_to(
     first.worlds.announce("nobody was heard", "missing", is_complete=True)
     time.sleep(0.5)
     assert second.worlds.take_news() == []
+
+
+def test_a_world_that_another_node_of_its_job_reports_for_reads_no_boxes(
+    two: tuple[World, World],
+) -> None:
+    first, _ = two
+    first.worlds.told_by = "host7"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(meeting_worlds, "LOOK_S", 3600.0)
+        first.worlds._look_at = 0.0
+        known = first.worlds.groups([first.member])
+        first.worlds.part()
+        assert not first.worlds._exchanges and first.worlds.told_by == ""
+        first.member.box = None
+        assert first.worlds.groups([first.member]) is known != []
 
 
 def test_a_world_leaves_its_verdict_to_the_other_for_some_seconds(two: tuple[World, World]) -> None:

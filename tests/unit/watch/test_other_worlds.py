@@ -118,6 +118,10 @@ def test_logs_that_other_nodes_sent_are_joined(
     joined = with_other_worlds(own, [tmp_path / "none" / "trainer"], [server, [], apart])
     assert [(log.host, log.rank) for log in joined] == [("n04", 1), ("n03", 2)]
     assert [world.name for world in joined[0].worlds.worlds] == ["server", "trainer"]
+    # a container has its own pids, but not always its own host name
+    server[0].host, server[0].pid = own[0].host, own[0].pid
+    joined = with_other_worlds(own, [tmp_path / "none" / "trainer"], [server])
+    assert [world.name for world in joined[0].worlds.worlds] == ["server", "trainer"]
 
 
 @pytest.mark.parametrize("job", ["engine", "engine-of-n04"])

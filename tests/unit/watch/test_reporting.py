@@ -21,12 +21,22 @@ from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.fold.alike import NONE_ALIKE, Alike, AlikeRanks
 from commlens.dumps.read import read_evidence
 from commlens.dumps.save import SavedRank, add_node, save_dump
+from commlens.model.collective import (
+    SETUP,
+    Channel,
+    Collective,
+    CollectiveArgs,
+    HandMade,
+    ProcessGroup,
+    State,
+)
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
+from commlens.model.worlds import JobWorld, Worlds
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.known_nodes import Lost
 from commlens.watch.nodes.remote_evidence import first_records_of_each
-from commlens.watch.reporting import Reporter, nodes_to_ask
+from commlens.watch.reporting import Evidence, Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100
 KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
@@ -164,6 +174,55 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
         f"Rank 3 makes the job slow. It sleeps. (found on {os.uname().nodename})",
         "rank 3 no longer makes the job slow.",
     ]
+
+
+@pytest.mark.parametrize("are_several", [False, True])
+def test_other_worlds_are_told_only_what_is_said_of_them(tmp_path: Path, are_several: bool) -> None:
+    told: list[str] = []
+    evidence = SimpleNamespace(
+        nodes=SimpleNamespace(reporter=None, announce=lambda *_, **__: None),
+        worlds=SimpleNamespace(announce=lambda line, *_, **__: told.append(line)),
+    )
+    reporter = Reporter([tmp_path], Settings(), evidence, say=lambda _: None)  # type: ignore[arg-type]
+    verdict = Verdict(
+        kind="mismatch", why="", confidence="high", summary="rank 3 differs", explanation=""
+    )
+    if are_several:
+        verdict.worlds = Worlds((JobWorld("trainer", 0, 2), JobWorld("engine", 2, 2)))
+    reporter.report(verdict)
+    assert told == ["Rank 3 differs."] * are_several
+
+
+def evidence_with(elsewhere: list[list[RankLog]], folder: Path) -> Evidence:
+    nodes = SimpleNamespace(reporter=None, lost=lambda _: [])
+    worlds = SimpleNamespace(gather=lambda: (elsewhere, []), note_joined=lambda _: None)
+    roster = SimpleNamespace(folders=[folder / "none" / "job"])
+    return Evidence(roster, None, nodes, worlds, None, launched=False)  # type: ignore[arg-type]
+
+
+def test_ranks_of_containers_with_the_same_host_and_pids_keep_their_numbers(tmp_path: Path) -> None:
+    logs = [
+        RankLog(rank, 4, "job", "box", 100 + rank % 2, captured_ns=10**18 + rank)
+        for rank in range(4)
+    ]
+    evidence = evidence_with([], tmp_path)
+    assert [log.rank for log in evidence._joined(logs, [])[0]] == [0, 1, 2, 3]
+    assert evidence.first == 0
+    server = [
+        RankLog(rank, 2, "server", "box", 100 + rank, captured_ns=10**18 + 8 + rank)
+        for rank in range(2)
+    ]
+    for member, log in ((0, logs[0]), (1, server[0])):
+        group = ProcessGroup("", (), hand_made=HandMade(member, 2, "n03:1/weights"))
+        args = CollectiveArgs("new_group", "new_group")
+        log.setups = [Collective(0, Channel(group, SETUP), 1, args, State.COMPLETED, 1, 1)]
+    for log in logs:
+        log.script = "trainer.py"
+    for log in server:
+        log.script = "server.py"
+    evidence = evidence_with([server], tmp_path)
+    assert sorted(log.rank for log in evidence._joined(logs, [])[0]) == [0, 1, 2, 3, 4, 5]
+    assert evidence.first == 2, "the server's ranks come first"
 
 
 class FewOrAll:
