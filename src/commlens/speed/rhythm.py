@@ -105,7 +105,7 @@ def find_change(moments: Sequence[tuple[int, int]]) -> StepChange | None:
         return None
     change = StepChange(*moments[best], median(times[:best]), median(times[best:]))
     is_sharp = min(quantiles(times[best:], n=4)) > max(quantiles(times[:best], n=4))
-    return change if is_sharp and change.ratio >= _CHANGE else None
+    return change if is_sharp and change.after_ns >= _CHANGE * change.before_ns > 0 else None
 
 
 class PeriodicPause(NamedTuple):

@@ -96,6 +96,10 @@ def test_steps_that_vary_have_not_changed(seed: int) -> None:
     assert find_change(steps_of([draw.gauss(100, 8) for _ in range(12)])) is None
 
 
+def test_steps_of_one_moment_have_no_pace() -> None:
+    assert find_change(steps_of([0.0] * 30 + [100.0] * 30)) is None
+
+
 def every(number: int, extra: float) -> Callable[[int, int], float]:
     """Rank 0 takes longer in every so many steps."""
     return lambda rank, step: 100.0 + (extra if rank == 0 and step % number == number - 1 else 0.0)
