@@ -30,6 +30,7 @@ from commlens.model.nccl import NcclCommunicator, NcclOp
 from commlens.model.ops import ROOTED, UNKNOWN_DTYPE
 from commlens.model.ranklog import RankLog
 
+_SIZE_MAX: Final = 1 << 20  # a larger one is not believed
 _SLACK_NS: Final = 1_000  # a record's times are in ticks, and rounded
 _TOLD_WITHIN_NS: Final = 1_000_000_000
 """An operation that was launched for longer, and whose kernel is not told to have started, has not
@@ -86,7 +87,7 @@ class _Placed:
         device = [op for op in log.collectives if op.channel.runs_ahead]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
-        self._comms = [each for each in communicators if each.size > 1 and not each.closed_ns]
+        self._comms = [each for each in communicators if _is_sound(each) and not each.closed_ns]
         self.torchs: set[str] = set()
         """The hashes of the communicators that torch made."""
         for comm in self._comms:
@@ -175,9 +176,18 @@ class _CallsByThread:
             return None
         at = bisect_right(self._begins[op.thread], op.called_ns + _SLACK_NS) - 1
         record = ops[at] if at >= 0 else None
-        if record is None or 0 < record.returned_ns < op.called_ns - _SLACK_NS:
+        if record is None:
+            return None
+        # an older one has returned, whatever its record says
+        until_ns = record.returned_ns or (0 if at + 1 < len(ops) else op.called_ns)
+        if until_ns < op.called_ns - _SLACK_NS:
             return None
         return record if _has_place(comm, record.channel.group, rank) else None
+
+
+def _is_sound(comm: NcclCommunicator) -> bool:
+    """Return whether a communicator has other ranks, too, and a place for this one."""
+    return 1 < comm.size <= _SIZE_MAX and 0 <= comm.rank < comm.size
 
 
 def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
@@ -301,16 +311,21 @@ def _merged(records: Sequence[Collective], added: Sequence[Collective]) -> list[
 
 
 def hashes_of(groups: Iterable[Sequence[int]], logs: Iterable[RankLog]) -> set[str]:
-    """Return the hashes of the communicators that consist of the ranks of a group, in its order, as
-    far as the plugins of the ranks told.
+    """Return the hashes of the communicators that consist of the ranks of a group, in its order, if
+    the plugins of all these ranks told them. Those of some are in several groups' communicators.
     """
     by_rank = {log.rank: log.nccl.communicators for log in logs if log.nccl is not None}
     found: set[str] = set()
     for ranks in groups:
+        if not by_rank.keys() >= {*ranks}:
+            continue
         told = [
-            {comm.hash for comm in by_rank[rank] if (comm.size, comm.rank) == (len(ranks), place)}
+            {
+                comm.hash
+                for comm in by_rank[rank]
+                if (comm.size, comm.rank) == (len(ranks), place) and not comm.closed_ns
+            }
             for place, rank in enumerate(ranks)
-            if rank in by_rank
         ]
         found |= set.intersection(*told) if told else set()
     return found

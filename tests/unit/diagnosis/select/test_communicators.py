@@ -331,6 +331,16 @@ def test_calls_of_another_thread_time_or_size_are_not_torchs():
     assert [one.index for one in joined.collectives] == list(range(1, 7))
 
 
+def test_only_the_newest_call_of_a_thread_may_go_on():
+    log = on_device(training({})[0], in_flight=True)
+    later_ns = [record.announced_ns + 2_000_000 for record in log.collectives]
+    for record in log.collectives:
+        record.returned_ns = 0
+    (joined,) = with_communicators([told(log, [op(1, later_ns[0]), op(2, later_ns[-1])])])
+    placed = [one for one in joined.collectives if one.nccl]
+    assert [one.nccl[0].number for one in placed] == [2]
+
+
 def test_what_one_ranks_records_place_is_torchs_on_all_ranks():
     """The other rank's records of the same calls are overwritten."""
     logs = [on_device(log, in_flight=False) for log in training({}, 2)]
@@ -354,6 +364,14 @@ def test_a_communicator_without_a_collective_is_no_group():
     assert with_communicators(logs) == logs
 
 
+@pytest.mark.parametrize("more", [{"rank": 9}, {"rank": -1}, {"size": 1 << 21, "rank": 0}])
+def test_a_communicator_without_a_sound_place_is_left_out(more: dict[str, int]):
+    """The file may come from anywhere."""
+    log = on_device(training({})[0], in_flight=False)
+    ops = [*in_calls(log), op(9, log.captured_ns)]
+    assert with_communicators([told(log, ops, **more)])[0].collectives == log.collectives
+
+
 def test_ended_and_lone_communicators_are_left_out():
     log = training({})[0]
     for more in ({"closed_ns": 5}, {"size": 1, "rank": 0}):
@@ -366,3 +384,11 @@ def test_the_communicators_of_ranks_by_hash():
     logs[1] = told(logs[1], [], hash="beef")  # one more
     assert hashes_of([[0, 1, 2, 3]], logs.values()) == {"c0ffee"}
     assert hashes_of([[0, 1], [1, 0, 2, 3]], logs.values()) == set()
+    logs[3].nccl = None  # the others' may be of another group, with another rank
+    assert hashes_of([[0, 1, 2, 3]], logs.values()) == set()
+    assert hashes_of([[0, 1, 2, 3], []], []) == set()
+
+
+def test_a_closed_communicator_is_no_groups_hash():
+    logs = [told(log, [], hash="c0ffee", closed_ns=5) for log in training({})]
+    assert hashes_of([[0, 1, 2, 3]], logs) == set()
