@@ -111,6 +111,7 @@ _FAILURES: Final[Mapping[Failure, Decided]] = MappingProxyType(
         "refused": ("stop", "exception", "medium"),
         "broken-device": ("exclude-node", "hardware", "medium"),
         "no-device": ("exclude-node", "settings", "medium"),
+        "busy-device": ("retry", "not-known", "low"),  # often by the end of an earlier attempt
         "connection": ("retry", "connection", "medium"),
         "device": NOT_KNOWN,
         "crashed": ("retry", "crashed", "low"),
@@ -171,7 +172,7 @@ def action_of(
 def _on_nodes(decided: Decided, nodes: Sequence[str], hosts: Set[str], *, by_logs: bool) -> Do:
     """Return what to do, given the nodes that have the fault and those of the job."""
     do, because, _ = decided
-    if because == "settings" and {*nodes} == hosts:
+    if because == "settings" and nodes and {*nodes} == hosts:
         return "stop"  # all nodes have them, or the only one
     if by_logs and do == "exclude-node" and len(nodes) > 1:
         return "unknown"  # the kernel's line does not say on which node
@@ -402,8 +403,8 @@ the like are."""
 SHORT_NS: Final = 3_600_000_000_000
 """Of attempts that lasted longer, only those are compared that ended at the same collective."""
 _UNLUCKY: Final = 3
-"""After so many short attempts in a row that were killed, crashed or lost a connection, at whatever
-line, the program counts as the reason.
+"""After so many short attempts in a row that were killed, crashed, lost a connection or found no
+memory, at whatever line, the program counts as the reason.
 """
 _MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
     {"data", "connection", "stuck", "crashed", "killed", "memory", "stale-address", "not-known"}
@@ -447,7 +448,7 @@ def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
         before = [each for each in before if _reason(each) != "stale-address"]
     same = [*takewhile(partial(_is_same, action, verdict), before)]
     alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
-    may_be_luck = action.because in ("killed", "crashed", "connection")
+    may_be_luck = action.because in ("killed", "crashed", "connection", "memory")
     unlucky = may_be_luck and len(alike) >= _UNLUCKY - 1
     if not same and not unlucky:
         return action

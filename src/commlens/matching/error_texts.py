@@ -60,6 +60,7 @@ Failure = Literal[
     "refused",
     "broken-device",
     "no-device",
+    "busy-device",
     "connection",
     "device",
     "crashed",
@@ -69,7 +70,7 @@ Failure = Literal[
 
 ``memory``: there was not enough. ``refused``: a server knows the request and refuses it.
 ``broken-device``: a GPU or its link does not work any more. ``no-device``: the process may use no
-GPU, or another process has it. ``connection``: a network, a server or
+GPU. ``busy-device``: another process has it. ``connection``: a network, a server or
 a shared file system did not answer. ``device``: a GPU's error that does not say whether the program
 or the device is at fault. ``crashed``: by a signal of its own, as Python's faulthandler tells.
 ``interrupted``: by Ctrl-C.
@@ -81,8 +82,9 @@ _FAILURES: Final[dict[Failure, str]] = {
     "memory": r"\b(?:\w*OutOfMemoryError|MemoryError)\b|out of memory",
     "refused": r"\b40[0134] Client Error|\bHTTP Error 40[0134]\b",
     "broken-device": r"uncorrectable (?:ECC|NVLink)|over nvlink|hardware error",
-    "no-device": r"no CUDA-capable|No CUDA GPUs|busy or unavailable|unsupported display driver"
+    "no-device": r"no CUDA-capable|No CUDA GPUs|unsupported display driver"
     r"|[Dd]river/library version mismatch",
+    "busy-device": r"busy or unavailable",
     "connection": r"\b\w*(?:Connection|BrokenPipe|Timeout|URL|HTTP|DistNetwork|DistStore"
     r"|IncompleteRead|Protocol|Disconnected|MaxRetry|ChunkedEncoding)\w*Error\b"
     r"|RemoteDisconnected|\bIncompleteRead\b|\b(?:Read|Connect)Timeout\b"
@@ -100,17 +102,30 @@ _FAILURE_PATTERNS: Final = {name: re.compile(text) for name, text in _FAILURES.i
 _IN_USE = re.compile(
     r"(?P<other>Process \d+ has|this process has) (?P<size>[\d.]+) (?P<unit>[KMG])iB"
 )
+_ALLOCATED: Final = re.compile(
+    r"(?P<size>[\d.]+) (?P<unit>[KMG])iB is (?:allocated|reserved) by PyTorch"
+)
 _MIB: Final = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 
 
 def is_memory_of_others(text: str) -> bool:
     """Return whether an error says that other processes use more of the GPU's memory than the one
-    that got none.
+    that got none. In a container torch does not know its own process among them: it is taken to be
+    the smallest that can hold what torch has allocated.
     """
-    used = {"t": 0.0, "P": 0.0}
+    used: dict[str, list[float]] = {"t": [], "P": []}
     for found in _IN_USE.finditer(text):
-        used[found["other"][0]] += float(found["size"]) * _MIB[found["unit"]]
-    return used["P"] > used["t"]
+        used[found["other"][0]].append(_mib(found))
+    own, others = sum(used["t"]), used["P"]
+    if not used["t"]:
+        least = sum(_mib(found) for found in _ALLOCATED.finditer(text))
+        own = min((each for each in others if each >= least > 0), default=sum(others))
+        return sum(others) - own > own
+    return sum(others) > own
+
+
+def _mib(found: re.Match[str]) -> float:
+    return float(found["size"]) * _MIB[found["unit"]]
 
 
 def failure_of(text: str) -> Failure | None:

@@ -103,6 +103,8 @@ def verdict_on(
         (dead(error="socket.gaierror: [Errno -3] Temporary failure in name resolution"), "retry", "connection"),
         (dead(error="requests.exceptions.HTTPError: 404 Client Error: Not Found"), "stop", "exception"),
         (dead(error="DistNetworkError: The server socket has failed to listen: EADDRINUSE"), "retry", "connection"),
+        (dead(error="RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable"), "retry", "not-known"),
+        (dead(error="RuntimeError: No CUDA GPUs are available"), "exclude-node", "settings"),
         (dead("exit"), "stop", "exception"),
         (replace(dead("exit"), status="137"), "retry", "killed"),
         (replace(dead("killed", signal="SIGABRT"), victims=[]), "unknown", "not-known"),
@@ -246,6 +248,17 @@ def test_a_setting_that_all_nodes_have_is_no_broken_node(hosts: dict[int, str], 
     action = action_of(verdict_on(cause), hosts=hosts)
     assert action is not None
     assert action.do == do
+
+
+def test_an_attempt_that_finds_no_memory_is_not_retried_without_end() -> None:
+    others = "CUDA out of memory. Process 1 has 74.12 GiB memory in use. this process has 3.40 GiB"
+    verdict = verdict_on(dead(error=f"torch.OutOfMemoryError: {others}"), "")
+    verdict.source = verdict.collective = None
+    verdict.action = action_of(verdict)
+    assert verdict.action is not None and verdict.action.do == "retry"
+    before = attempt_of(verdict, is_short=True)
+    actions = [with_attempts(verdict, [before] * times) for times in (1, 2)]
+    assert [action.do for action in actions if action is not None] == ["retry", "stop"]
 
 
 def test_an_action_is_not_surer_than_its_verdict() -> None:

@@ -8,6 +8,7 @@ from commlens.matching.error_texts import (
     consequence_of,
     distance_to_cause,
     is_closed_connection,
+    is_memory_of_others,
     is_mismatch_error,
     is_peer_error,
     is_refusal,
@@ -67,6 +68,28 @@ def test_a_mismatch_that_a_backend_noticed() -> None:
         "[enforce fail at pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
     )
     assert not is_mismatch_error(TIMED_OUT) and not is_mismatch_error(None)
+
+
+OWN = "Of the allocated memory 37.10 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch"
+
+
+@pytest.mark.parametrize(
+    ("used", "of_others"),
+    [
+        ({"this process": "3.40", "Process 7": "74.12"}, True),
+        ({"this process": "74.12", "Process 7": "3.40"}, False),
+        ({"Process 7": "39.52"}, False),  # in a container, it is the one that got none
+        ({"Process 7": "39.52", "Process 8": "0.50"}, False),
+        ({"Process 7": "38.00", "Process 8": "41.00"}, True),
+        ({"Process 7": "0.50", "Process 8": "0.60"}, False),
+        ({}, False),
+    ],
+)
+def test_the_memory_of_other_processes(used: dict[str, str], of_others: bool) -> None:
+    said = "".join(f"{name} has {size} GiB memory in use. " for name, size in used.items())
+    assert is_memory_of_others(f"CUDA out of memory. {said}{OWN}") == of_others
+    if "this process" not in used:
+        assert not is_memory_of_others(f"CUDA out of memory. {said}")
 
 
 def test_only_the_type_of_an_exception_makes_it_a_refusal() -> None:

@@ -710,4 +710,4 @@ def action_phrase(action: Action) -> str:
     why = _BECAUSE[action.because]
     if action.attempts > 1:
         why = f"{action.attempts} attempts in a row ended with this fault"
-    return f"{do}: {why}"
+    return f"{do}: {why}" if why else do
