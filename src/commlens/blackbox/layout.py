@@ -50,8 +50,9 @@ SETUP: Final = 376  # blob {"k": "setup"}: the newest call that makes a process 
 # its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
 SETUP_SINCE: Final = 384
 # when torch's watchdog gives up the oldest record in flight on a device, CLOCK_MONOTONIC ns; 0:
-# none or unknown
+# none or unknown; NEVER: it is a library's call, to which no timeout of torch applies
 EXPIRES: Final = 392
+NEVER: Final = (1 << 63) - 1
 HAZARDS: Final = 400  # blob {"k": "hazards"}: latent faults, written at the end; 0: none
 WORLD: Final = 408  # blob {"k": "text"}: the name that commlens.world gave; 0: none
 # when the watchdog of a backend with abort hooks last gave an op up, CLOCK_MONOTONIC ns; 0: never

@@ -171,9 +171,9 @@ class Watchdog:
         on a device.
         """
         writer, queues = self._recorder.writer, self._recorder.device_queues
-        call = self._recorder.library_calls.oldest()
-        if call is not None and (oldest is None or call.since < oldest.since):
-            writer.word(L.EXPIRES, 0)
+        call, first = self._recorder.library_calls.oldest(), oldest or queues.oldest()
+        if call is not None and (first is None or call.since < first.since):
+            writer.word(L.EXPIRES, L.NEVER)
             writer.word(L.OLDEST_SINCE, call.since)
             writer.word(L.OLDEST_INDEX, call.index)
             return

@@ -5,6 +5,7 @@ once, and does not wait for that.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import read_status
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture.device_queues import DeviceQueues
 from commlens.capture.library_calls import LibraryCalls
@@ -48,6 +51,41 @@ class Verifier:
 
     def refused_groups(self, in_flight: list[Any]) -> list[Group]:
         return self.groups
+
+
+def test_the_oldest_of_a_librarys_call_and_a_collective_on_a_device_is_written(
+    tmp_path: Path,
+) -> None:
+    writer = BoxWriter(
+        tmp_path / "box",
+        capacity=16,
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        start_ticks=1,
+        about={"job": "job"},
+    )
+    channel = SimpleNamespace(backend=SimpleNamespace(timeout_ms=600_000))
+    now = time.monotonic_ns()
+    on_device = SimpleNamespace(since=now + 1000, index=4, args=SimpleNamespace(channel=channel))
+    call = SimpleNamespace(since=now + 2000, index=5)
+    heads: list[Any] = [on_device]
+    recorder: Any = SimpleNamespace(
+        writer=writer,
+        device_queues=SimpleNamespace(oldest=lambda: heads[0], waits_since=lambda one: one.since),
+        library_calls=SimpleNamespace(oldest=lambda: call),
+    )
+
+    def written() -> tuple[int, int, int]:
+        Watchdog(recorder)._write_oldest(None)
+        status = read_status(writer.path.read_bytes()[: L.HEADER_SIZE])
+        return status.oldest_index, status.oldest_mono_ns, status.expires_mono_ns
+
+    assert written() == (4, now + 1000, now + 1000 + 600 * 10**9)
+    heads[0] = None
+    assert written() == (5, now + 2000, L.NEVER), "torch's watchdog knows nothing of the call"
+    heads[0] = SimpleNamespace(**{**vars(on_device), "since": now + 3000})
+    assert written() == (5, now + 2000, L.NEVER)
 
 
 def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> None:

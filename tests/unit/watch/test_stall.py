@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from builders import Job, Stay, at, training
 
+from commlens.blackbox import layout as L
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
@@ -56,6 +57,14 @@ def test_patience() -> None:
     assert patience_s(2, 0) == 2, "a short timeout is never extended"
     assert timeout_lead_s(600) == 15
     assert timeout_lead_s(30) == 3
+
+
+def test_no_timeout_of_torch_applies_to_a_call_of_a_library() -> None:
+    applies, never = member(1, since_s=100.0, timeout_s=20.0), member(1, since_s=100.0)
+    never.status.timeout_s, never.status.expires_mono_ns = 20.0, L.NEVER
+    for seen, timeout_s in ((applies, 20.0), (never, 0.0)):
+        check = update(StallDetector(Settings(stall_timeout=60.0)), [seen], 119.0)
+        assert (check.timeout_s if check is not None else 0.0) == timeout_s
 
 
 def test_a_stall_is_confirmed_and_reported_once() -> None:
