@@ -11,17 +11,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.config import AUTO
 from commlens.errors import FormatError
+from commlens.model.collective import QUEUE
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
-from commlens.model.store_identity import identities, identity_of, parse_address
+from commlens.model.store_identity import StoreIdentity, identity_of, parse_address
 from commlens.text import count
 from commlens.watch.nodes.beat import LAST, Beat, ByHand, News
 from commlens.watch.nodes.exchange import Nodes
@@ -52,14 +53,26 @@ class _Exchange(Nodes):
     """The slots of the worlds whose evidence is in the last diagnosis."""
 
     def gather_worlds(
-        self, timeout_s: float
+        self, asked: Sequence[Beat], timeout_s: float
     ) -> tuple[dict[int, tuple[list[RankLog], list[str]]], list[Beat]]:
         """Return the logs of the worlds that answer, each with what could not be read, by slot, and
-        the worlds that do not.
+        the worlds that do not. A world that has left is dropped once another one has taken its
+        place: its program was started again.
         """
         found, silent = self.gather(
-            lambda slot, content: unpack_world(content, self.host(slot)), timeout_s=timeout_s
+            lambda slot, content: unpack_world(content, self.host(slot)),
+            timeout_s=timeout_s,
+            asked=asked,
         )
+        live = {beat.slot for beat in self.others}
+        taken = {
+            made[:2] for slot, (logs, _) in found.items() if slot in live for made in _made(logs)
+        }
+        found = {
+            slot: (logs, unread)
+            for slot, (logs, unread) in found.items()
+            if slot in live or taken.isdisjoint(made[:2] for made in _made(logs))
+        }
         self.answers = {slot: logs for slot, (logs, _) in found.items()}
         return found, silent
 
@@ -103,7 +116,7 @@ class MeetingWorlds:
             return self._groups
         self._look_at = now + LOOK_S
         logs = _newest(members)
-        if identities(logs):
+        if any(_made(logs)):
             others = self._siblings.logs(logs, self._folders).values()
             self._groups = _by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
         return self._groups
@@ -208,9 +221,10 @@ class MeetingWorlds:
         if self.reporter is not None:
             return [], []
         logs, problems = [], []
+        asked = {each: each.begin_gather() for each in self._exchanges.values()}
         end = time.monotonic() + _GATHER_S
-        for exchange in self._exchanges.values():
-            found, silent = exchange.gather_worlds(max(0.0, end - time.monotonic()))
+        for exchange, beats in asked.items():
+            found, silent = exchange.gather_worlds(beats, max(0.0, end - time.monotonic()))
             for of_world, unread in found.values():
                 logs.append(of_world)
                 problems += unread
@@ -278,18 +292,32 @@ def _newest(members: Sequence[Member]) -> list[RankLog]:
     return logs
 
 
+class _Made(NamedTuple):
+    """A group made by hand, as one of its members tells it."""
+
+    identity: StoreIdentity
+    member: int
+    at_ns: int  # Unix ns
+
+
+def _made(logs: Iterable[RankLog]) -> Iterator[_Made]:
+    """Return the groups made by hand in which other nodes may have members: message queues are in
+    the memory of one node.
+    """
+    for log in logs:
+        for op in (*log.setups, *log.collectives):
+            made = op.channel.group.hand_made
+            if made is not None and made.store and op.channel.device != QUEUE:
+                yield _Made(identity_of(log, made), made.member, op.announced_ns)
+
+
 def _by_hand(logs: Sequence[RankLog], others: Iterable[RankLog]) -> list[ByHand]:
     """Return the groups made by hand that processes with these ``logs`` are in, with the members
-    among these and ``others``.
+    among these and ``others``, oldest first.
     """
-    own = identities(logs)
-    members = grouped(
-        (identity, made.member)
-        for log in (*logs, *others)
-        for op in (*log.setups, *log.collectives)
-        if (made := op.channel.group.hand_made) is not None
-        and (identity := identity_of(log, made)) in own
-    )
+    own = {made.identity for made in _made(logs)}
+    seen = sorted(_made([*logs, *others]), key=lambda made: made.at_ns)
+    members = grouped((made.identity, made.member) for made in seen if made.identity in own)
     return [ByHand(*each, tuple(sorted(set(known)))) for each, known in members.items()]
 
 

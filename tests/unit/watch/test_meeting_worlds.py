@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 
 from commlens.model.collective import (
+    QUEUE,
     SETUP,
     Channel,
     Collective,
@@ -93,6 +96,24 @@ def eventually(condition: Callable[[], Any], *ticking: World) -> Any:
             assert found
             return found
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def ticking(world: World) -> Iterator[None]:
+    """Lets the world's watcher go on in a thread."""
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(0.02):
+            world.tick()
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_wait_of_another_world_is_one_of_the_world_that_reports(two: tuple[World, World]) -> None:
@@ -222,6 +243,41 @@ def test_a_world_that_has_left_leaves_its_evidence(two: tuple[World, World]) -> 
     assert log.pid == first.log.pid
 
 
+def test_a_world_that_was_started_again_takes_the_place_of_the_one_that_left(
+    two: tuple[World, World],
+) -> None:
+    first, second = two
+    second.worlds.leave(second.evidence)
+    eventually(lambda: first.worlds.gather()[0], first)
+    number = int(second.host[-1])
+    again = World(number, second.worlds._where, Path(second.worlds._where).parent)
+    again.log.pid += 500
+    again.worlds._name = first.worlds._name + 1  # it reports after the first
+    eventually(lambda: again.worlds.reporter and first.hears(), first, again)
+    with ticking(again):
+        (logs,), problems = first.worlds.gather()
+    assert problems == [] and [log.pid for log in logs] == [again.log.pid]
+    again.worlds.leave()
+
+
+def test_all_places_are_asked_at_once(
+    two: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, silent = two
+    first.log.setups += log_of(0, first.host, "10.0.0.2:1/more").setups
+    third = World(7, first.worlds._where, Path(first.worlds._where).parent)
+    third.log = log_of(1, third.host, "10.0.0.2:1/more")
+    met = first.worlds._exchanges
+    eventually(lambda: len(met) == 2 and all(each.others for each in met.values()), first, third)
+    eventually(lambda: third.worlds.reporter and silent.worlds.reporter, first, silent, third)
+    monkeypatch.setattr(meeting_worlds, "_GATHER_S", 3.0)
+    with ticking(third):
+        (logs,), problems = first.worlds.gather()
+    assert [log.host for log in logs] == ["host7"]
+    assert len(problems) == 1 and silent.host in problems[0]
+    third.worlds.leave()
+
+
 def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> None:
     first, second = two
     first.log.setups += log_of(1 - int(first.host[-1]), first.host).setups
@@ -244,6 +300,12 @@ def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: 
         theirs,
         Store("localhost", 1, within="commlens/worlds/"),
     ]
+    logs = [log_of(0, "host0", "h:1/late"), log_of(0, "host0", "h:1/early")]
+    logs[0].setups[0].announced_ns = 5
+    assert [each.store for each in meeting_worlds._by_hand(logs, ())] == ["h:1/early", "h:1/late"]
+    queue = log_of(0, "host0", "host0/psm_1")
+    queue.setups[0].channel = msgspec.structs.replace(queue.setups[0].channel, device=QUEUE)
+    assert meeting_worlds._by_hand([queue], ()) == []
     by_file = ByHand("/tmp/store", 2, 0, (1,))
     assert places(by_file) == []
     (folder,) = places(by_file, where=str(tmp_path))

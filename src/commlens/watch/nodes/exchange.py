@@ -460,6 +460,17 @@ class Nodes:
         self._poke.set()
         return request
 
+    def begin_gather(self, of: Sequence[int] = (), records: int = 0) -> list[Beat]:
+        """Ask the other nodes for their evidence, without waiting for it. Returns those asked. The
+        arguments are those of :meth:`gather`.
+        """
+        asked = [beat for beat in self.others if not of or beat.slot in of]
+        with self._lock:
+            self._gathering, self._gathered = True, {}
+            if asked:
+                self._ask(nodes=list(of), records=records)
+        return asked
+
     def gather(
         self,
         read: Callable[[int, bytes], Answer],
@@ -467,6 +478,7 @@ class Nodes:
         of: Sequence[int] = (),
         records: int = 0,
         timeout_s: float | None = None,
+        asked: Sequence[Beat] | None = None,
     ) -> tuple[dict[int, Answer], list[Beat]]:
         """Ask the other nodes for their evidence, and read each answer while others are on their
         way.
@@ -477,19 +489,17 @@ class Nodes:
             records: how many of each rank's newest records to ask for; 0: as many as the size of
                 the job allows.
             timeout_s: how long to wait for the answers; None: as long as they may take.
+            asked: the nodes that :meth:`begin_gather` has asked; None: ask now.
 
         Returns:
             The evidence by slot, in the order of the slots, and the nodes that did not answer in
             time.
         """
-        asked = [beat for beat in self.others if not of or beat.slot in of]
+        if asked is None:
+            asked = self.begin_gather(of, records)
         if timeout_s is None:
             timeout_s = GATHER_S + busy_period_s(self._count) - BUSY_PERIOD_S
         end = time.monotonic() + timeout_s
-        with self._lock:
-            self._gathering, self._gathered = True, {}
-            if asked:
-                self._ask(nodes=list(of), records=records)
         found: dict[int, tuple[bytes, Answer]] = {}
         while True:
             contents, is_last = self._wait_for_answers(asked, more_than=len(found), end=end)
