@@ -148,12 +148,13 @@ def _are_stage(ranks: Sequence[int], logs: Sequence[RankLog]) -> bool:
     pipelines: dict[int, frozenset[int]] = {}
     for log in logs:
         peers = {op.peer for op in log.collectives if op.channel.runs_ahead and op.peer is not None}
-        for peer in peers:
+        for peer in peers - pipelines.get(log.rank, frozenset()):
             whole = frozenset({log.rank, peer}).union(
                 *(pipelines.get(rank, ()) for rank in (log.rank, peer))
             )
             pipelines.update(dict.fromkeys(whole, whole))
-    groups = {op.channel.key[2] for log in logs for op in log.collectives}
+    keys = {op.channel.key for log in logs for op in log.collectives}
+    groups = {key[2] for key in keys}
     alike = [
         group
         for group in groups
