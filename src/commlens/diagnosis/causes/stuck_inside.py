@@ -240,9 +240,12 @@ Sides = dict[bool, NcclTransfer]
 
 def _stalled_transfer(meeting: EnteredOp) -> StalledTransfer | None:
     """Return the transfer between two ranks that is behind all others; None if both sides are not
-    known of one, if several pairs of ranks are equally far, or if one still moves.
+    known of one, if several pairs of ranks are equally far, if one still moves, or if their steps
+    cannot be compared.
     """
     sides = _transfers(meeting)
+    if len({side.steps for both in sides.values() for side in both.values()}) > 1:
+        return None
     far = {link: min(side.done for side in both.values()) for link, both in sides.items()}
     lowest = min(far.values(), default=0)
     least = [link for link in sorted(sides) if far[link] == lowest]
@@ -257,7 +260,7 @@ def _stalled_transfer(meeting: EnteredOp) -> StalledTransfer | None:
 
 def _transfers(meeting: EnteredOp) -> dict[tuple[int, int, int], Sides]:
     """Return the transfers under way, by sender, receiver and channel; none if one still moves, or
-    is with a process that is not in the group.
+    is with a process that is not in the group, or if two are between the same ends.
     """
     found: dict[tuple[int, int, int], Sides] = defaultdict(dict)
     ranks = meeting.op.channel.group.all_ranks
@@ -267,7 +270,10 @@ def _transfers(meeting: EnteredOp) -> dict[tuple[int, int, int], Sides]:
             return {}
         ends = (view.rank, ranks[each.peer])
         sender, receiver = ends if each.is_send else ends[::-1]
-        found[sender, receiver, each.channel][each.is_send] = each
+        link = found[sender, receiver, each.channel]
+        if each.is_send in link:
+            return {}
+        link[each.is_send] = each
     return found
 
 
