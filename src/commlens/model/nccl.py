@@ -23,6 +23,10 @@ TransferState = Literal[
 """What the oldest step under way of a transfer waits for; empty: unknown."""
 
 
+_UNCOUNTED: Final = 255
+"""The highest count of channels: of an operation with more, nothing tells that it has ended."""
+
+
 class NcclTransfer(msgspec.Struct, frozen=True):
     """One side of a transfer between two ranks on one channel, which has not ended."""
 
@@ -64,7 +68,7 @@ class NcclOp(msgspec.Struct, frozen=True):
     @property
     def has_stopped(self) -> bool:
         """Whether its kernel has ended on all channels."""
-        return self.with_kernels and 0 < self.channels <= self.stopped_on
+        return self.with_kernels and 0 < self.channels <= self.stopped_on < _UNCOUNTED
 
 
 class NcclCommunicator(msgspec.Struct, frozen=True):

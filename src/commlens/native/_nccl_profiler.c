@@ -34,7 +34,6 @@ enum {
     GROUP = 1 << 0, COLL = 1 << 1, P2P = 1 << 2, PROXY_OP = 1 << 3, PROXY_STEP = 1 << 4, KERNEL_CH = 1 << 6,
     GROUP_API = 1 << 8, COLL_API = 1 << 9, P2P_API = 1 << 10, CE_COLL = 1 << 12,
 };
-
 enum { KERNEL_CH_STOP = 22 };
 
 /* The event of versions 5 and 6. Version 4 has one byte for the type, and no events of the API; all else lies alike. */
@@ -56,7 +55,6 @@ typedef struct {
 } event;
 
 typedef union { size_t size; uint64_t device_ns; } state_args;
-
 typedef void (*logger)(int, unsigned long, const char *, int, const char *, ...);
 typedef int (*init_4)(void **, int *, const char *, uint64_t, int, int, int, logger);
 typedef int (*init_5)(void **, uint64_t, int *, const char *, int, int, int, logger);
@@ -144,9 +142,7 @@ typedef struct {
 } transfer;
 
 enum { RETURNED = 1, LAUNCHED = 2, ENQUEUED = 4, CAPTURED = 8, WITH_KERNELS = 16, MESSAGE = 32, COPY_ENGINE = 64 };
-
 #define FILE_SIZE (HEADER_SIZE + sizeof(comm) * COMMS + sizeof(op) * OPS + sizeof(transfer) * TRANSFERS)
-
 _Static_assert(sizeof(header) <= HEADER_SIZE && sizeof(comm) == 256 && sizeof(op) == 160 && sizeof(transfer) == 96, "layout");
 
 static struct { header *head; comm *comms; op *ops; transfer *transfers; int pid, mask; } box;
@@ -156,6 +152,8 @@ static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 #define store(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
 #define add(word, value) __atomic_fetch_add(&(word), (value), __ATOMIC_RELAXED)
 #define swap(word, old, new) __atomic_compare_exchange_n(&(word), &(old), (new), 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+/* Makes a slot's sequence word odd, before anything else in the slot changes. */
+#define claim(word, seq) (swap(word, seq, seq + 1) && (__atomic_thread_fence(__ATOMIC_RELEASE), 1))
 
 /* --- small parts */
 
@@ -240,14 +238,15 @@ static comm *comm_of(const void *context)
 #define STOPPED(state) ((state) >> 8 & 0xFF)
 #define REPLAY(state) ((state) >> 32 & 0xFF)
 
-/* Whether the kernel of an operation is to come or runs. One behind which another has stopped is over, whatever was told. */
+/* Whether an operation's kernel is to come or runs. One behind which another has stopped is over, or a ring of messages. */
 static int is_open(const op *of, const comm *in)
 {
     uint64_t state = load(of->state);
     int is_of_this = load(of->comm_generation) == GENERATION_OF(load(in->seq));
     if (!is_of_this || !(state & WITH_KERNELS) || STOPPED(state) >= CHANNELS(state))
         return 0;
-    return load(of->number) > load(*(state & MESSAGE ? &in->finished_messages : &in->finished_collectives));
+    return state & MESSAGE ? load(of->number) + RING > load(in->finished_messages)
+                           : load(of->number) > load(in->finished_collectives);
 }
 
 static int is_abandoned(const op *of)
@@ -268,7 +267,7 @@ static uint32_t claim_op(comm *in, int is_message, int captured)
         op *of = &box.ops[index];
         uint64_t seq = load(of->seq);
         int is_free = !seq || (captured ? is_abandoned(of) : !is_open(of, in));
-        if (!(seq & 1) && is_free && swap(of->seq, seq, seq + 1))
+        if (!(seq & 1) && is_free && claim(of->seq, seq))
             return index;
     }
     add(box.head->lost_ops, 1);
@@ -389,11 +388,12 @@ static void *start_kernel(const event *what)
     return pack(KERNEL, by.generation, by.index, by.more);
 }
 
+/* Of 255 channels and more, the counts are not known. */
 static void stop_kernel(op *of, handle by)
 {
     uint64_t state, number = load(of->number); /* before the change, after which the slot may be used again */
     uint32_t index = load(of->comm);
-    if (index >= COMMS || !change(of, by, 1u << 8, 0, &state) || STOPPED(state) < CHANNELS(state))
+    if (index >= COMMS || !change(of, by, 1u << 8, 0, &state) || STOPPED(state) < CHANNELS(state) || CHANNELS(state) == 0xFF)
         return;
     store(of->stopped_ns, clock_ns(CLOCK_MONOTONIC));
     comm *in = &box.comms[index];
@@ -416,7 +416,7 @@ static void *start_transfer(comm *in, const event *what)
         uint64_t seq = load(at->seq);
         int is_over = !seq || load(at->ended_ns) || at->comm >= COMMS || load(box.comms[at->comm].closed_ns) ||
                       GENERATION_OF(load(box.comms[at->comm].seq)) != at->comm_generation;
-        if ((seq & 1) || !is_over || !swap(at->seq, seq, seq + 1))
+        if ((seq & 1) || !is_over || !claim(at->seq, seq))
             continue;
         clear(&at->seq + 1, at + 1);
         at->op = by.index;
@@ -488,7 +488,6 @@ static int start(void *context, void **to, const event *what, uint64_t type)
 }
 
 static int start_4(void *context, void **to, event *what) { return start(context, to, what, *(const uint8_t *)what); }
-
 static int start_5(void *context, void **to, event *what) { return start(context, to, what, what->type); }
 
 static int stop(void *packed)
@@ -580,6 +579,9 @@ static int mask_of(const char *level)
     return !strcmp(level, "calls") ? calls : !strcmp(level, "kernels") ? kernels : all;
 }
 
+/* A forked process shares the mapping, and is no rank. */
+static void leave(void) { box.head = NULL; }
+
 /* Makes the file under another name first: a reader never finds it without its header. */
 static int open_box(int mask)
 {
@@ -614,7 +616,7 @@ static int open_box(int mask)
     boot_id[strcspn(boot_id, "\n")] = 0;
     copy_text(head->boot_id, boot_id, sizeof head->boot_id);
     memcpy(head->magic, MAGIC, sizeof head->magic);
-    if (rename(building, path)) {
+    if (pthread_atfork(NULL, NULL, leave) || rename(building, path)) {
         unlink(building);
         munmap(at, FILE_SIZE);
         return 0;
@@ -633,7 +635,7 @@ static void *add_comm(uint32_t api, uint32_t version, uint64_t hash, const char 
     for (uint32_t index = 0; index < COMMS; index++) {
         comm *in = &box.comms[index];
         uint64_t seq = load(in->seq);
-        if ((seq & 1) || (seq && !load(in->closed_ns)) || !swap(in->seq, seq, seq + 1))
+        if ((seq & 1) || (seq && !load(in->closed_ns)) || !claim(in->seq, seq))
             continue;
         clear(&in->hash, in + 1);
         in->hash = hash;
@@ -692,9 +694,7 @@ static int init_of_4(void **context, int *mask, const char *name, uint64_t hash,
     }
 INIT_OF(5)
 INIT_OF(6)
-
 #define EXPORT __attribute__((visibility("default")))
-
 EXPORT PLUGIN(init_4) ncclProfiler_v4 = {"commlens", init_of_4, start_4, stop, record, finalize};
 EXPORT PLUGIN(init_5) ncclProfiler_v5 = {"commlens", init_of_5, start_5, stop, record, finalize};
 EXPORT PLUGIN(init_5) ncclProfiler_v6 = {"commlens", init_of_6, start_5, stop, record, finalize};

@@ -224,6 +224,62 @@ def test_a_kernel_that_runs_keeps_its_slot(stage: Stage):
     assert found.collectives == 101 and record.lost == 37
 
 
+def test_messages_of_a_group_stop_in_any_order(stage: Stage):
+    """One that runs keeps its slot until a whole ring of later ones has stopped."""
+    play = stage.player()
+    comm = play.communicator(1, None, 4, 0)
+
+    def message() -> list[int]:
+        api = play.p2p_api(comm.context, b"Send", 8, b"ncclInt8", 0)
+        play.stop(api)
+        task = play.p2p(comm.context, api, b"Send", 8, b"ncclInt8", 1, 2)
+        play.stop(task)
+        return comm.start(task)
+
+    message()
+    for _ in range(64):
+        comm.end(message())
+    (found,) = stage.read().communicators
+    assert [op.number for op in found.ops if not op.has_stopped] == [1]
+    for _ in range(64):
+        comm.end(message())
+    assert all(op.has_stopped for op in stage.read().communicators[0].ops), "its end was not told"
+    assert stage.read().lost == 0
+
+
+def test_uncounted_channels_finish_nothing(stage: Stage):
+    play = stage.player()
+    comm = play.communicator(1, None, 4, 0)
+    call = comm.call()
+    first, _ = (comm.launch(call, channels=200) for _ in range(2))
+    for _ in range(3):
+        comm.end(comm.start(first, 100))
+    (found,) = stage.read().communicators
+    assert (last(found).channels, last(found).stopped_on) == (255, 255)
+    assert found.finished == 0 and not last(found).has_stopped
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # threads of other tests
+def test_a_forked_process_closes_nothing(stage: Stage):
+    play = stage.player()
+    comm = play.communicator(1, None, 2, 0)
+    task = comm.launch(comm.call())
+    before = stage.read()
+    child, failed = os.fork(), 1
+    if not child:
+        try:
+            comm.end(comm.start(task))
+            play.finalize(comm.context)
+            play.communicator(2, None, 2, 0)
+            failed = 0
+        finally:
+            os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    assert stage.read() == before
+    childs = read_events(events_file(stage.folder, child).read_bytes())
+    assert [each.hash for each in childs.communicators] == ["2"]
+
+
 def test_unload_and_load_again(stage: Stage):
     play = stage.player()
     comm = play.communicator(7, "a", 2, 0)

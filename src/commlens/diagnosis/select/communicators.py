@@ -85,6 +85,7 @@ class _Placed:
         self._cut: set[int] = set()
         """The records of calls of which NCCL may have told only a part."""
         device = [op for op in log.collectives if op.channel.runs_ahead]
+        groups = [*{id(op.channel): op.channel.group for op in device}.values()]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
         self._comms = [each for each in communicators if _is_sound(each) and not each.closed_ns]
@@ -103,7 +104,7 @@ class _Placed:
                 self._in_records[index] += ops
                 if _may_be_cut(ops, comm, known):
                     self._cut.add(index)
-            if _is_torchs(comm, device, log.rank):
+            if _is_torchs(comm, groups, log.rank):
                 self.torchs.add(comm.hash)
 
     def joined(self, torchs: Collection[str], called: Collection[str]) -> RankLog:
@@ -200,12 +201,11 @@ def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
     return len(ranks) == comm.size and ranks[comm.rank] == rank
 
 
-def _is_torchs(comm: NcclCommunicator, records: Sequence[Collective], rank: int) -> bool:
+def _is_torchs(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int) -> bool:
     """Return whether a communicator has the name that torch gives that of a group with records:
     the group's, perhaps behind its description.
     """
     name = comm.name.rpartition(":")[2]
-    groups = {op.channel.group for op in records}
     return bool(name) and any(
         group.name == name and _has_place(comm, group, rank) for group in groups
     )
@@ -231,7 +231,7 @@ def _records_of(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Itera
         if op.is_message or op.captured or op.called_ns < since_ns:
             continue
         record = _record_of(op, channel)
-        if op.number <= comm.finished and not op.has_stopped:  # one behind it has ended
+        if op.number < comm.finished and not op.has_stopped:  # one behind it has ended
             record.state, record.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
             record.nccl = (op,)
             yield record

@@ -207,13 +207,19 @@ def test_the_transfer_that_stands():
     assert any("handed its data to the network" in said for said in verdict.findings[0].evidence)
 
 
-@pytest.mark.parametrize("why", ["equal", "one side", "moves", "no such peer"])
+@pytest.mark.parametrize(
+    "why", ["equal", "one side", "moves", "no such peer", "more steps", "twice"]
+)
 def test_no_transfer_is_named_without_evidence(why: str):
     transfers = ring({0: 45, 1: 41 if why == "equal" else 44, 2: 43, 3: 41})
     if why == "one side":
         del transfers[3]
     if why == "no such peer":
         transfers[3] = (msgspec.structs.replace(transfers[3][0], peer=9), transfers[3][1])
+    if why == "more steps":
+        transfers[0] = tuple(msgspec.structs.replace(each, steps=96) for each in transfers[0])
+    if why == "twice":
+        transfers[0] += (msgspec.structs.replace(transfers[0][0], done=60),)
     logs = kernels(dict.fromkeys(range(4), 2), transfers)
     if why == "moves":
         logs = kernels(
@@ -329,6 +335,18 @@ def test_calls_of_another_thread_time_or_size_are_not_torchs():
     made = joined.collectives[-1].channel
     assert made.group.hand_made is not None and made.library == "NCCL past torch"
     assert [one.index for one in joined.collectives] == list(range(1, 7))
+
+
+def test_an_operation_of_too_many_channels_has_not_ended():
+    """Its counts stand at 255, perhaps since its first kernel has ended."""
+    log = training({})[0]
+    at_ns = log.captured_ns - 29 * S
+    ended = {"with_kernels": True, "started_on": 255, "stopped_on": 255, "stopped_ns": at_ns + S}
+    many = msgspec.structs.replace(op(2, at_ns, **ended), channels=255)
+    ops = [op(1, at_ns, with_kernels=True), many]
+    (joined,) = with_communicators([told(log, ops, finished=2)])
+    assert [each.state for each in joined.collectives[-2:]] == [State.COMPLETED, State.ISSUED]
+    assert not many.has_stopped
 
 
 def test_only_the_newest_call_of_a_thread_may_go_on():
