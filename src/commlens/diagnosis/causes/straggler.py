@@ -145,14 +145,7 @@ def _are_stage(ranks: Sequence[int], logs: Sequence[RankLog]) -> bool:
     """Return whether ranks are a whole stage of pipelines, so that no other rank does their work:
     all ranks that share a group with one of them, and no pipeline, are among them.
     """
-    pipelines: dict[int, frozenset[int]] = {}
-    for log in logs:
-        peers = {op.peer for op in log.collectives if op.channel.runs_ahead and op.peer is not None}
-        for peer in peers - pipelines.get(log.rank, frozenset()):
-            whole = frozenset({log.rank, peer}).union(
-                *(pipelines.get(rank, ()) for rank in (log.rank, peer))
-            )
-            pipelines.update(dict.fromkeys(whole, whole))
+    pipelines = _pipelines(logs)
     keys = {op.channel.key for log in logs for op in log.collectives}
     groups = {key[2] for key in keys}
     alike = [
@@ -161,6 +154,19 @@ def _are_stage(ranks: Sequence[int], logs: Sequence[RankLog]) -> bool:
         if len({pipelines.get(rank) for rank in group}) == len(group) and {*group} & {*ranks}
     ]
     return {*ranks} <= pipelines.keys() and all({*group} <= {*ranks} for group in alike)
+
+
+def _pipelines(logs: Sequence[RankLog]) -> dict[int, frozenset[int]]:
+    """Return the ranks that messages link, by each of them."""
+    pipelines: dict[int, frozenset[int]] = {}
+    for log in logs:
+        peers = {op.peer for op in log.collectives if op.channel.runs_ahead and op.peer is not None}
+        for peer in peers - pipelines.get(log.rank, frozenset()):
+            whole = frozenset({log.rank, peer}).union(
+                *(pipelines.get(rank, ()) for rank in (log.rank, peer))
+            )
+            pipelines.update(dict.fromkeys(whole, whole))
+    return pipelines
 
 
 def _work_ratio(ranks: Sequence[int], logs: Sequence[RankLog], window: Span) -> float:
