@@ -31,7 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from commlens import config
 from commlens.capture import session, thread_id
 from commlens.launch import recording
+from commlens.tap import libraries
 
+# The watchdog's thread tells of them at a moment of its own.
+libraries.install = lambda adapters, late: None
 # Notes on groups hold the thread's id as text: both programs write the same number of digits.
 thread_id._CurrentThread.__init__ = lambda self: setattr(self, "id", 1_000_000)
 thread_id.current.id = 1_000_000

@@ -25,7 +25,6 @@ from commlens.capture.init_hooks import After, hook_init, safely
 from commlens.capture.rank_environment import PlaceInJob
 from commlens.capture.recording import Recording
 from commlens.model.ops import STORE_CLIENT, STORE_SERVER
-from commlens.tap import libraries
 from commlens.tap.hand_made import (
     group_store,
     membership,
@@ -35,7 +34,6 @@ from commlens.tap.hand_made import (
     store_address,
     store_name,
 )
-from commlens.tap.library_adapters import ADAPTERS
 from commlens.text import count
 
 _recording: Recording | None = None
@@ -84,6 +82,9 @@ def start(
             enter_verification()
         return
     import torch.distributed as dist
+
+    from commlens.tap import libraries
+    from commlens.tap.library_adapters import ADAPTERS
 
     if settings.box_entries == 0 or not dist.is_available():
         return

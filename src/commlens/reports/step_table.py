@@ -34,6 +34,7 @@ HEADINGS: Final = (
     "hidden",
     "on the device",
 )
+_BARS_MAX: Final = 64
 _WORTH_NAMING: Final = 0.02  # of the step: a difference between the ranks
 
 
@@ -67,19 +68,31 @@ def step_table(times: StepTimes) -> StepTable:
         f"{count(times.places_left_out, 'more place')} with less time"
         f" {'is' if times.places_left_out == 1 else 'are'} not shown."
     ]
+    bars = _bars(times)
     return StepTable(
         _answer(times),
         headings,
         rows,
-        [*notes[: bool(times.places_left_out)], *times.unknown],
-        _bars(times),
+        [*_bars_left_out(bars, times), *notes[: bool(times.places_left_out)], *times.unknown],
+        bars,
     )
 
 
+def _bars_left_out(bars: Sequence[RankBar], times: StepTimes) -> list[str]:
+    if not 0 < len(bars) < len(times.ranks):
+        return []
+    return [f"Of {number(len(times.ranks))} ranks, the {len(bars)} that wait least are drawn."]
+
+
 def _bars(times: StepTimes) -> list[RankBar]:
-    """Return a bar for each rank; none if no time is known, or of a single rank."""
+    """Return a bar for each rank, of many for those that wait least; none if no time is known, or
+    of a single rank.
+    """
     is_known = any(each.waited_ns or each.sent_ns for each in times.ranks)
-    return [_bar(each, times.step_ns) for each in times.ranks if is_known and len(times.ranks) > 1]
+    if not is_known or len(times.ranks) < 2:
+        return []
+    least = sorted(times.ranks, key=lambda each: each.waited_ns)[:_BARS_MAX]
+    return [_bar(each, times.step_ns) for each in sorted(least, key=lambda each: each.rank)]
 
 
 def _bar(time: RankTime, step_ns: int) -> RankBar:

@@ -16,7 +16,7 @@ from commlens.model.worlds import JobWorld, Worlds
 from commlens.reports.step_table import step_table
 from commlens.speed.device_times import timed_until
 from commlens.speed.rhythm import first_moments
-from commlens.speed.step_times import StepTimes, step_times
+from commlens.speed.step_times import RankTime, StepTimes, step_times
 from commlens.text import naming_worlds
 
 
@@ -158,6 +158,14 @@ def test_a_large_job_is_sampled():
             logs.append(log)
     times = step_times(logs)
     assert len(times.waited_by_rank) == 64 and times.unknown == ["Ranks 64-95 are not counted."]
+
+
+def test_of_many_ranks_those_that_wait_least_are_drawn():
+    ranks = [RankTime(rank, 1000 if rank != 90 else 10, 0) for rank in range(100)]
+    table = step_table(StepTimes(steps=5, step_ns=2000, ranks=ranks))
+    drawn = [bar.rank for bar in table.bars]
+    assert len(drawn) == 64 and drawn[-1] == "rank 90"
+    assert table.notes[0] == "Of 100 ranks, the 64 that wait least are drawn."
 
 
 def test_it_can_be_written_as_json():
