@@ -260,8 +260,10 @@ def _open_transfers(
     """
     found: dict[tuple[int, int, int], list[NcclTransfer]] = defaultdict(list)
     for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
+        if not fields[0]:
+            continue
         each = _TransferSlot._make(fields)
-        if each.seq & 1 or not each.seq or each.ended_ns or not 0 <= each.steps < 1 << 30:
+        if each.seq & 1 or each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
         done = min(each.done, each.steps)
         found[each.op, each.op_generation, each.replay].append(
@@ -299,10 +301,10 @@ def _ops_by_comm(
     found: dict[tuple[int, int], list[NcclOp]] = defaultdict(list)
     torn = 0
     for index, fields in enumerate(_OP.iter_unpack(table)):
+        if not fields[0]:
+            continue
         op = _OpSlot._make(fields)
         generation = op.seq >> 1 & _GENERATION
-        if not op.seq:
-            continue
         if op.seq & 1 or op.state >> 40 != generation or not op.number:
             torn += 1
             continue

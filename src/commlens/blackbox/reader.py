@@ -141,10 +141,20 @@ class OpenBox:
             + found[L.HEADER_SIZE :]
         )
 
-    def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
-        """Read the whole box, or only its ``newest`` records, which is much cheaper."""
+    def log(
+        self,
+        *,
+        captured_ns: int | None = None,
+        newest: int | None = None,
+        with_nccl: bool | None = None,
+    ) -> RankLog:
+        """Read the whole box, or only its ``newest`` records, which is much cheaper. What NCCL told
+        is in a file of its own, which is read with all records, or if asked for.
+        """
         reader = BoxReader(self._parts(newest), self.name, captured_ns)
         log = reader.log(newest)
+        if not (newest is None if with_nccl is None else with_nccl):
+            return log
         try:
             log.nccl = self._nccl(reader)
         except FormatError as error:

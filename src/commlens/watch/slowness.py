@@ -181,7 +181,7 @@ class Slowness:
         """Read the ranks' newest records and return the pace since the last sample, oldest first;
         nothing if it is unknown.
         """
-        logs, problems = read_logs(list(ranks), {}, newest=self._newest)
+        logs, problems = read_logs(list(ranks), {}, newest=self._newest, with_nccl=False)
         paces = self._meter.measure(logs, least, INTERVAL_S) if not problems else []
         if any(op.channel.runs_ahead for each in logs for op in each.collectives[-1:]):
             self._newest = NEWEST_ON_DEVICE

@@ -47,9 +47,13 @@ def sample(members: Sequence[Member], observer: Observer) -> None:
 
 
 def read_logs(
-    members: list[Member], observations: dict[int, Observation], *, newest: int | None = None
+    members: list[Member],
+    observations: dict[int, Observation],
+    *,
+    newest: int | None = None,
+    with_nccl: bool = True,
 ) -> tuple[list[RankLog], list[str]]:
-    """Read the members' boxes, or only the ``newest`` records of each.
+    """Read the members' boxes, or only the ``newest`` records of each, perhaps without NCCL's.
 
     A rank without a box, which has not imported torch, ended before or is not recorded, gets an
     empty log.
@@ -64,7 +68,7 @@ def read_logs(
         log: RankLog | None = None
         if member.box is not None:
             try:
-                log = member.box.log(newest=newest)
+                log = member.box.log(newest=newest, with_nccl=with_nccl)
             except FormatError as error:
                 problems.append(str(error))
         if log is None:

@@ -438,6 +438,8 @@ def test_it_is_read_with_the_box_and_travels_with_it(stage: Stage):
     path.write_bytes(Box(pid=os.getpid(), start_ticks=ticks).bytes())
     with OpenBox(path) as box:
         log, packed = box.log(), box.packed()
+        assert box.log(newest=1).nccl is None
+        assert box.log(newest=1, with_nccl=True).nccl == log.nccl
     assert log.nccl is not None and log.nccl.communicators[0].hash == "5"
     assert read_copy(packed, name="copy")[1].nccl == log.nccl
     assert read_beside(path, os.getpid(), ticks + 1, 0) is None, (
