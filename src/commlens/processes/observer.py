@@ -161,8 +161,9 @@ class Observer:
         stats = [stat for child in children if (stat := process.read_stat(child)) is not None]
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
         counted = [process.io_bytes(each) for each in (subject.pid, *children)]
-        # after these: what a store has served until then is subtracted
-        if self.store_ports or now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
+        # after these of a process that serves a store: what it has served until then is subtracted
+        is_old = now - self._tcp_at > _COUNTS_EVERY_S * 5e8
+        if is_old or self._serves_store(subject):
             self._tcp, self._tcp_at = process.tcp_sockets(), now
         net_bytes = self._count_traffic(subject, children, now)
         io_bytes = None
@@ -171,6 +172,10 @@ class Observer:
             io_bytes = sum(calls) - subject.served, sum(disks)
         runs = any(stat.state == "R" for stat in stats)
         return _Counts(now, io_bytes, cpu_s, runs, net_bytes)
+
+    def _serves_store(self, subject: _Subject) -> bool:
+        seen = (self._tcp[inode] for inode in subject.sockets if inode in self._tcp)
+        return bool(self.store_ports) and any(one.port in self.store_ports for one in seen)
 
     def _count_traffic(self, subject: _Subject, children: Sequence[int], now: int) -> int:
         """Return the bytes that the connections of a process and its children have moved so far,

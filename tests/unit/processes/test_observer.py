@@ -143,6 +143,28 @@ def test_to_serve_a_store_of_the_watchers_is_no_work() -> None:
     assert served.net_bytes == 0 and served.unsent_bytes == 0 and (served.io_bytes or 0) < 1 << 10
 
 
+def test_connections_are_read_once_for_all_ranks_that_serve_no_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads: list[int] = []
+    sockets = {1: process.TcpSocket(100, 0, 29500), 2: process.TcpSocket(100, 0, 40000)}
+    monkeypatch.setattr(process, "tcp_sockets", lambda: reads.append(1) or sockets)
+    mine, other = os.getpid(), os.getppid()
+    monkeypatch.setattr(process, "socket_inodes", lambda pid: [1] if pid == mine else [2])
+    observer = Observer(use_py_spy=False)
+    observer.store_ports = frozenset({29500})
+    for pid in (mine, other):
+        observer.add(pid, 0)
+    of_each: list[int] = []
+    for pids in ((mine, other), (mine, other), (other, mine)):
+        reads.clear()
+        for pid in pids:
+            observer.sample(pid, pulse())
+        of_each.append(len(reads))
+        time.sleep(0.5)
+    assert of_each == [1, 1, 2], "and anew after the counters of the one that serves"
+
+
 def test_one_write_of_a_large_file_shows_before_it_returns(
     child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
