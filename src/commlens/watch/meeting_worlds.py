@@ -8,6 +8,7 @@ nobody.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections import Counter
@@ -97,7 +98,7 @@ class MeetingWorlds:
         """The host whose world has reported the present fault of this one, too; empty: none."""
         self._host, self._wake, self._where = host, wake, where
         self._folders = folders
-        self._siblings = OtherWorlds(newest=1)
+        self._siblings = OtherWorlds(None, newest=1)
         self._groups: list[ByHand] = []
         self._look_at = 0.0  # time.monotonic()
         self._exchanges: dict[Place, _Exchange] = {}
@@ -146,8 +147,9 @@ class MeetingWorlds:
 
     def part(self, evidence: Callable[[], bytes] | None = None) -> None:
         """Part from the others, which no longer wait for this world, but have its last evidence."""
+        once = functools.cache(evidence) if evidence is not None else None
         while self._exchanges:
-            self._exchanges.popitem()[1].leave(evidence)
+            self._exchanges.popitem()[1].leave(once)
         self.told_by = ""
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
@@ -209,10 +211,11 @@ class MeetingWorlds:
 
     def answer(self, evidence: Callable[[], bytes], *, is_last: bool = False) -> None:
         """Answer the world that reports, if it has asked, or unasked before this one may end."""
+        once = functools.cache(evidence)
         for exchange in self._exchanges.values():
             request = exchange.take_request() or (LAST if is_last else None)
             if request is not None:
-                exchange.answer(request, evidence())
+                exchange.answer(request, once())
 
     def gather(self) -> tuple[list[list[RankLog]], list[str]]:
         """Return the logs of each other world, if this one reports, and what is missing, in

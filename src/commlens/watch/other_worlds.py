@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from commlens.diagnosis.select.worlds import join_worlds
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import Observation, RankLog
 from commlens.model.store_identity import identities, joined_runs
 from commlens.processes.observer import Observer
 from commlens.watch.jobs import is_over
@@ -106,11 +106,12 @@ class OtherWorlds:
     Args:
         observed_s: for how long to observe their processes in each look, and to wait for a stack.
             If 0, each box is read once a look, and processes are observed from one look to the
-            next; jobs that are not joined are looked at again only after some seconds.
+            next; jobs that are not joined are looked at again only after some seconds. If None,
+            also like that, and only boxes are read: to observe processes costs more.
         newest: of how many records of each rank to read; None: all.
     """
 
-    def __init__(self, observed_s: float = 0.0, newest: int | None = None) -> None:
+    def __init__(self, observed_s: float | None = 0.0, newest: int | None = None) -> None:
         self._observed_s = observed_s
         self._newest = newest
         self._apart: dict[Path, float] = {}  # when a job was found not to be joined
@@ -147,7 +148,12 @@ class OtherWorlds:
         if job not in self._known:
             self._known[job] = Roster([job]), Observer()
         roster, observer = self._known[job]
-        seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
+        seen: dict[int, Observation] = {}
+        if self._observed_s is None:
+            roster.refresh()
+            roster.poll()
+        else:
+            seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
         return read_logs(roster.current(), seen, newest=self._newest)[0]
 
     def _forget(self, jobs: Collection[Path]) -> None:

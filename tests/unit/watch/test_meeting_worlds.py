@@ -237,7 +237,17 @@ def test_a_death_is_left_to_the_world_that_reports_if_it_has_one_too(
 
 def test_a_world_that_has_left_leaves_its_evidence(two: tuple[World, World]) -> None:
     first, second = two
+    first.log.setups += log_of(0, first.host, "10.0.0.2:1/more").setups
+    third = World(7, first.worlds._where, Path(first.worlds._where).parent)
+    third.log = log_of(1, third.host, "10.0.0.2:1/more")
+    met = first.worlds._exchanges
+    eventually(lambda: len(met) == 2 and all(each.others for each in met.values()), first, third)
+    first.asked = 0
+    first.worlds.answer(first.evidence, is_last=True)
+    assert first.asked == 1, "for both places"
     first.worlds.leave(first.evidence)
+    assert first.asked == 2
+    third.worlds.leave()
     eventually(lambda: second.worlds.reporter is None and second.worlds.gather()[0], second)
     ((log,),) = second.worlds.gather()[0]
     assert log.pid == first.log.pid

@@ -39,6 +39,12 @@ def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
         def __init__(self, folders: list[Path]) -> None:
             self.job = folders[0].name
 
+        def refresh(self) -> None:
+            done.append(("refresh", self.job, 0.0))
+
+        def poll(self) -> None:
+            done.append(("poll", self.job, 0.0))
+
         def current(self) -> str:
             return self.job
 
@@ -79,6 +85,16 @@ def test_each_box_is_read_once_a_look(
         looks.clear()
     others.close()
     assert looks == [("close", "rollout", 0.0)]
+
+
+def test_where_only_boxes_are_needed_no_process_is_observed(
+    looks: list[tuple[str, str, Any]], tmp_path: Path
+) -> None:
+    own = [member(0, "trainer", "localhost:1/weights")]
+    assert [*OtherWorlds(None, newest=1).logs(own, [tmp_path / "trainer"])] == [
+        tmp_path / "rollout"
+    ]
+    assert {what for what, *_ in looks} == {"refresh", "poll", "read", "close"}
 
 
 def test_a_single_look_waits_for_a_stack_only_while_it_observes(

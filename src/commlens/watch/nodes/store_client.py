@@ -178,11 +178,6 @@ class StoreClient:
         return content
 
 
-def _text(key: str) -> bytes:
-    encoded = b"/" + key.encode()  # torch puts all its keys below "/"
-    return _SIZE.pack(len(encoded)) + encoded
-
-
 def _batches(keys: Sequence[str]) -> list[Sequence[str]]:
     """Return keys for one round trip each."""
     return [keys[at : at + _BATCH] for at in range(0, len(keys), _BATCH)]
