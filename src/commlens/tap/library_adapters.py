@@ -38,9 +38,9 @@ def _deep_ep(op: str, *, waits: Callable[[Given], bool] = lambda given: False) -
 
 def _waits_for_counts(given: Given) -> bool:
     """Whether the host waits until all ranks have told how much they send: without the layout of an
-    earlier dispatch.
+    earlier dispatch, and without room for the most that they may send.
     """
-    return given.get("handle") is None
+    return given.get("handle") is None and not given.get("num_worst_tokens")
 
 
 _DEEP_EP: Final = {

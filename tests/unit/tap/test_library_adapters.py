@@ -57,14 +57,16 @@ def test_deep_ep(calls: list[tuple[LibraryCall, int, str]]) -> None:
     buffer.dispatch(rows, handle)
     buffer.low_latency_dispatch(rows, chosen, 128, 8)
     buffer.low_latency_combine(rows, chosen, chosen, handle)
+    buffer.dispatch(rows, topk_idx=chosen, num_worst_tokens=64)  # asks no rank for its counts
     assert ops(calls) == [
         ("dispatch", 1, "deep_ep.Buffer.dispatch"),
         ("combine", 2, "deep_ep.Buffer.combine"),
         ("dispatch", 3, "deep_ep.Buffer.dispatch"),
         ("low_latency_dispatch", 4, "deep_ep.Buffer.low_latency_dispatch"),
         ("low_latency_combine", 5, "deep_ep.Buffer.low_latency_combine"),
+        ("dispatch", 6, "deep_ep.Buffer.dispatch"),
     ]
-    assert [call.waits for call, *_ in calls] == [True, False, False, False, False]
+    assert [call.waits for call, *_ in calls] == [True, *[False] * 5]
     assert all(call.tensor is rows for call, *_ in calls)
     assert {call.group.process_group() for call, *_ in calls} == {buffer.group}
 

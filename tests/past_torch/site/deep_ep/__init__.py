@@ -42,6 +42,7 @@ class Buffer:
         topk_idx=None,
         topk_weights=None,
         expert_alignment=1,
+        num_worst_tokens=0,
         config=None,
         previous_event=None,
         async_finish=False,
