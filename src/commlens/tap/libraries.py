@@ -83,6 +83,8 @@ class Adapter(NamedTuple):
 _groups: MutableMapping[Any, dict[str, LibraryGroup]] = weakref.WeakKeyDictionary()
 states: dict[str, str] = {}
 """By library that the program has imported: "applied", or "other-version"."""
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What has replaced the methods of libraries."""
 _inside = threading.local()
 _failed = False
 _adapters: dict[str, list[Adapter]] = {}  # by module
@@ -188,8 +190,12 @@ def _apply_to(module: Any, *, late: bool = False) -> None:
             continue
         states[adapter.library] = "applied"
         for name, original in found.items():
+            if original in _wrapped:  # two finders have found the module's spec
+                continue
             wrap = adapter.wrap or functools.partial(_announced, adapter=adapter, late=late)
-            setattr(owner, name, wrap(original, name))
+            wrapped = wrap(original, name)
+            _wrapped.add(wrapped)
+            setattr(owner, name, wrapped)
 
 
 def _has_parameters(function: Any, names: tuple[str, ...]) -> bool:
@@ -218,9 +224,10 @@ def _announced(original: Any, name: str, *, adapter: Adapter, late: bool) -> Any
     def announced(*args: Any, **kwargs: Any) -> Any:
         if getattr(_inside, "a_call", False):
             return original(*args, **kwargs)
-        _inside.a_call = True
-        begun, failure = _safely(begin, args, kwargs, sys._getframe(1)), None
+        begun = failure = None
         try:
+            _inside.a_call = True
+            begun = _safely(begin, args, kwargs, sys._getframe(1))
             return original(*args, **kwargs)
         except BaseException as error:
             failure = error

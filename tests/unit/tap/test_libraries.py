@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import sys
 import zipfile
@@ -107,6 +108,42 @@ def test_calls_are_counted_before_they_are_recorded(place: Path) -> None:
         told = listening()
         buffer.dispatch(2)
         assert told[0][3] == 2
+
+
+def test_a_module_that_two_finders_find_is_adapted_once(place: Path) -> None:
+    class Delegating:
+        busy = False
+
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            if name != "some_library" or self.busy:
+                return None
+            self.busy = True
+            return importlib.util.find_spec(name)
+
+    with adapted([adapter(dispatch=(described, ("x",)))], place):
+        sys.meta_path.insert(1, Delegating())
+        try:
+            told, buffer = listening(), importlib.import_module("some_library").Buffer()
+        finally:
+            del sys.meta_path[1]
+        assert buffer.dispatch(3) == 3
+        assert libraries.states == {"lib": "applied"}
+        wrapped = vars(type(buffer))["dispatch"]
+        assert not hasattr(wrapped.__wrapped__, "__wrapped__") and len(told) == 2
+
+
+def test_a_call_that_is_interrupted_while_it_is_announced_hides_no_later_one(place: Path) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with adapted([adapter()], place):
+        buffer = importlib.import_module("some_library").Buffer()
+        libraries.listen(interrupted, lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.dispatch(1)
+        told = listening()
+        buffer.dispatch(2)
+        assert told
 
 
 def test_what_an_adapter_does_not_describe_runs_unseen(place: Path) -> None:
