@@ -14,6 +14,7 @@ from commlens.tap.message_queues import QueueEnd
 from commlens.text import format_ranks
 
 _QUIET_NS = 500_000_000
+_BLOBS_MAX = 1024
 _monotonic = time.monotonic_ns
 
 
@@ -39,7 +40,7 @@ class LibraryCalls:
         self._blobs: dict[Any, int] = {}
         self._states: dict[str, str] = {}  # those in the box
         self._states_at = 0
-        self._noted: list[tuple[int, str, int]] = []  # of the queues, as in the box
+        self._noted: list[tuple[Any, int, str, int]] = []  # of the queues, as in the box
 
     def begin(self, call: LibraryCall, number: int, name: str, frame: Any) -> CallUnderWay:
         """Write the record of a call that begins."""
@@ -104,26 +105,30 @@ class LibraryCalls:
             self._writer.word(L.ADAPTERS, self._states_at)
 
     def note_queues(self, now: int) -> None:
-        """Write into the box where this process is in its message queues, once all have been quiet
-        for a moment, and since when it waits to write into a full one.
+        """Write into the box where this process is in its message queues, once one of them has been
+        quiet for a moment, and since when it waits to write into a full one.
         """
-        ends = [queue for queue in list(message_queues.queues.values()) if queue is not None]
-        quiet = now - max((end.moved_ns for end in ends), default=now) >= _QUIET_NS
-        state = [(end.done, end.op, end.moved_ns) for end in ends if quiet]
+        try:
+            ends = [queue for queue in list(message_queues.queues.values()) if queue is not None]
+        except RuntimeError:  # a thread has made a queue meanwhile: the next look finds it
+            return
+        quiet = [end for end in ends if 0 < end.moved_ns <= now - _QUIET_NS]
+        state = [(end.membership, end.done, end.op, end.moved_ns) for end in quiet]
         if state == self._noted:
             return
         self._noted = state
-        waits = [end.moved_ns for end in ends if end.op == "enqueue" and quiet]
-        if ends and quiet:
-            found = [self._end_blob(end) for end in ends]
+        waits = [end.moved_ns for end in quiet if end.op == "enqueue"]
+        if quiet:
+            # of one that moves, no call lasts
+            found = [self._end_blob(end, end.op if end in quiet else "") for end in ends]
             self._writer.word(L.QUEUES, self._writer.add_blob({"k": "queues", "found": found}))
         self._writer.word(L.QUEUE_SINCE, min(waits, default=0))
 
-    def _end_blob(self, end: QueueEnd) -> dict[str, Any]:
-        frame = sys._current_frames().get(end.thread) if end.op else None
+    def _end_blob(self, end: QueueEnd, op: str) -> dict[str, Any]:
+        frame = sys._current_frames().get(end.thread) if op else None
         return {
             "hand": end.membership._asdict(),
-            "op": end.op,
+            "op": op,
             "done": end.done,
             "holds": end.holds,
             "since": end.moved_ns,
@@ -135,6 +140,8 @@ class LibraryCalls:
         """Return the position of a blob, which is written once, and again when it is too old."""
         position = self._blobs.get(key, 0)
         if position <= self._writer.side_floor:
+            if len(self._blobs) >= _BLOBS_MAX:  # calls with ever new shapes
+                self._blobs.clear()
             position = self._blobs[key] = self._writer.add_blob(content())
         return position
 

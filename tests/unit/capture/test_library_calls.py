@@ -127,5 +127,42 @@ def test_queues_are_noted_once_they_are_quiet(recorder: Recorder) -> None:
         assert recorder.writer.side_floor == head, "nothing has changed"
 
 
+def test_a_queue_that_is_quiet_is_noted_while_another_one_moves(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, path = recorder.library_calls, recorder.writer.path
+    with adapted([]):
+        still = message_queues.QueueEnd(Membership(1, 3, "vm/psm_1", 0), 4)
+        moving = message_queues.QueueEnd(Membership(0, 3, "vm/psm_2", 0), 4)
+        ends = [EndOfQueue(), EndOfQueue()]
+        message_queues.queues[ends[0]], message_queues.queues[ends[1]] = still, moving
+        now = time.monotonic_ns()
+        still.moved_ns = moving.moved_ns = now - 10**9
+        calls.note_queues(now)
+        still.done, moving.done, moving.op = 7, 9, "enqueue"
+        still.moved_ns, moving.moved_ns = now, now + 10**9
+        calls.note_queues(now + 10**9)
+        log = read_box(path)
+        assert [op.sequence_number for op in log.setups] == [7, 0], "no writer waits"
+        assert read_status(path.read_bytes()[: L.HEADER_SIZE]).queue_since_mono_ns == 0
+
+        class Changing(dict[Any, Any]):
+            def values(self) -> Any:
+                raise RuntimeError("dictionary changed size during iteration")
+
+        monkeypatch.setattr(message_queues, "queues", Changing())
+        calls.note_queues(now + 3 * 10**9)
+
+
+def test_ever_new_shapes_take_no_more_memory(recorder: Recorder) -> None:
+    calls = recorder.library_calls
+    for rows in range(1200):
+        made = call()._replace(tensor=torch.empty(rows, 2, device="meta"))
+        calls.end(calls.begin(made, rows, "a", None), None)
+    assert len(calls._blobs) <= 1024
+    newest = read_box(recorder.writer.path).collectives[-1]
+    assert newest.args.inputs[0].shape == (1199, 2)
+
+
 class EndOfQueue:
     """What a program holds of a queue."""
