@@ -153,6 +153,7 @@ class Evidence:
         """Forget what was observed of former workers."""
         self.frozen, self.remote, self._newest, self._elsewhere = {}, {}, {}, []
         self.alike = NONE_ALIKE
+        self.worlds.note_joined([])
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later
@@ -491,7 +492,10 @@ class Reporter:
             self._to_send = verdict
             line = f"{capital(verdict.summary).rstrip('.')}."
             self._announce(line, kind=verdict.kind)
-            if verdict.worlds.are_several:  # else its ranks are those of this world
+            # a verdict without worlds is on this one alone, unless all that answered are one world
+            if verdict.worlds.are_several or not any(
+                log.worlds.are_several for log in self.logs[:1]
+            ):
                 unknown = any(each.size for each in verdict.worlds.outsiders)
                 self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
         try:

@@ -176,8 +176,17 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("are_several", [False, True])
-def test_other_worlds_are_told_only_what_is_said_of_them(tmp_path: Path, are_several: bool) -> None:
+@pytest.mark.parametrize(
+    ("joined", "named", "is_told"),
+    [
+        pytest.param(True, False, False, id="of-this-world-alone"),
+        pytest.param(True, True, True, id="of-several"),
+        pytest.param(False, False, True, id="of-one-world-on-two-nodes"),
+    ],
+)
+def test_other_worlds_are_told_only_what_is_said_of_them(
+    tmp_path: Path, joined: bool, named: bool, is_told: bool
+) -> None:
     told: list[str] = []
     evidence = SimpleNamespace(
         nodes=SimpleNamespace(reporter=None, announce=lambda *_, **__: None),
@@ -187,10 +196,11 @@ def test_other_worlds_are_told_only_what_is_said_of_them(tmp_path: Path, are_sev
     verdict = Verdict(
         kind="mismatch", why="", confidence="high", summary="rank 3 differs", explanation=""
     )
-    if are_several:
-        verdict.worlds = Worlds((JobWorld("trainer", 0, 2), JobWorld("engine", 2, 2)))
+    several = Worlds((JobWorld("trainer", 0, 2), JobWorld("engine", 2, 2)))
+    reporter.logs = [RankLog(0, 4, worlds=several if joined else Worlds())]
+    verdict.worlds = several if named else Worlds()
     reporter.report(verdict)
-    assert told == ["Rank 3 differs."] * are_several
+    assert told == ["Rank 3 differs."] * is_told
 
 
 def evidence_with(elsewhere: list[list[RankLog]], folder: Path) -> Evidence:
