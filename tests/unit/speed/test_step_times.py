@@ -162,7 +162,8 @@ def test_a_large_job_is_sampled():
 
 def test_of_many_ranks_those_that_wait_least_are_drawn():
     ranks = [RankTime(rank, 1000 if rank != 90 else 10, 0) for rank in range(100)]
-    table = step_table(StepTimes(steps=5, step_ns=2000, ranks=ranks))
+    waited = {each.rank: each.waited_ns for each in ranks}
+    table = step_table(StepTimes(steps=5, step_ns=2000, waited_by_rank=waited, ranks=ranks))
     drawn = [bar.rank for bar in table.bars]
     assert len(drawn) == 64 and drawn[-1] == "rank 90"
     assert table.notes[0] == "Of 100 ranks, the 64 that wait least are drawn."
