@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence, Set
 
-from commlens.model.cause import Unrecorded
+from commlens.model.cause import StuckInside, Unrecorded
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -23,7 +23,8 @@ def waited_for(verdict: Verdict) -> list[int]:
     """
     if verdict.kind == "missing":
         return verdict.culprits
-    if verdict.kind == "waiting" and verdict.group is not None:
+    all_came = isinstance(verdict.cause, StuckInside)
+    if verdict.kind == "waiting" and verdict.group is not None and not all_came:
         return sorted(set(verdict.group.ranks) - set(verdict.victims))
     return []
 
@@ -31,8 +32,8 @@ def waited_for(verdict: Verdict) -> list[int]:
 def end_of_wait(
     verdict: Verdict | None, since_ns: int, logs: Sequence[RankLog], now_ns: int
 ) -> str:
-    """Return a line that says how a reported wait ended; empty if ranks gave up waiting and have
-    issued nothing since: they may be ending.
+    """Return a line that says how a reported wait ended; empty if a rank has raised an exception,
+    or gave up waiting and has issued nothing since: the ranks may be ending.
 
     Args:
         verdict: the last one that was printed on the wait.
@@ -45,6 +46,8 @@ def end_of_wait(
     gave_up: list[int] = []
     worlds = ONE_WORLD
     if verdict is not None:
+        if any(log.exception for log in logs):
+            return ""
         worlds, late = verdict.worlds, waited_for(verdict)
         waited = {*verdict.victims, *verdict.culprits} if not worlds.are_several else set()
         for log in logs:

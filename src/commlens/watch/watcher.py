@@ -603,7 +603,7 @@ class Watcher:
         if ended is None:
             return
         line = ""
-        if any(member.alive for member in members):
+        if any(member.alive for member in members) and not dead_ranks(members):
             logs, *_ = read_logs(list(members), {}, newest=_NEWEST)
             line = end_of_wait(ended.verdict, ended.since_ns, logs, now_ns)
         if line:

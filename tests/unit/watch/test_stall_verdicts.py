@@ -6,13 +6,20 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from builders import Job, training
 
 from commlens.blackbox.reader import OpenBox
-from commlens.model.cause import NoRecord, Unrecorded
+from commlens.model.cause import NoRecord, StuckInside, Unrecorded
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Kind, Verdict
 from commlens.processes.process import Handle
 from commlens.watch.roster import Member
-from commlens.watch.stall_verdicts import explains, leaves_standing, reason_to_go_on, waited_for
+from commlens.watch.stall_verdicts import (
+    end_of_wait,
+    explains,
+    leaves_standing,
+    reason_to_go_on,
+    waited_for,
+)
 
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
 
@@ -111,6 +118,31 @@ def test_waited_for() -> None:
         Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))
     ) == [1]
     assert waited_for(Verdict(kind="cycle", culprits=[1])) == []
+
+
+def test_nobody_is_waited_for_inside_a_collective_that_all_have_reached() -> None:
+    group = GroupRef("0", "default_pg", [0, 1, 2])
+    inside = StuckInside(
+        kind="waiting",
+        why="in-collective",
+        root_cause=False,
+        blamed_by="nobody",
+        confidence="low",
+        victims=[1],
+        state="completion-unknown",
+        ranks=[1],
+        waits=[],
+    )
+    verdict = Verdict(kind="waiting", victims=[1], group=group, cause=inside)
+    assert waited_for(verdict) == []
+    line = end_of_wait(verdict, 0, Job(3).run(training(lambda *_: None)).logs(), 9_000_000_000)
+    assert line == "the wait ended after 9 s; the job goes on."
+
+
+def test_a_job_in_which_a_rank_has_raised_is_not_said_to_go_on() -> None:
+    logs = Job(2).run(training(lambda *_: None)).logs()
+    logs[1].exception = "KeyboardInterrupt"
+    assert end_of_wait(MISSING, 0, logs, 9_000_000_000) == ""
 
 
 @pytest.mark.parametrize(
