@@ -50,20 +50,23 @@ queues: MutableMapping[Any, QueueEnd | None] = weakref.WeakKeyDictionary()
 def queue_of(end: Any) -> QueueEnd | None:
     """Return the state of a ``MessageQueue``; None if it is not as expected."""
     try:
+        if end not in queues:
+            queues[end] = _state_of(end)
         return queues[end]
-    except KeyError:
-        pass
-    queue = None
+    except TypeError:  # an object that cannot be hashed, or has no weak references
+        return None
+
+
+def _state_of(end: Any) -> QueueEnd | None:
     try:
         buffer = end.buffer
         member = 0 if end._is_writer else 1 + end.local_reader_rank
-        if buffer is not None and (end._is_writer or end._is_local_reader):
-            store = f"{platform.node()}/{buffer.shared_memory.name}"
-            queue = QueueEnd(Membership(member, 1 + buffer.n_reader, store, 0), buffer.max_chunks)
+        if buffer is None or not (end._is_writer or end._is_local_reader):
+            return None
+        store = f"{platform.node()}/{buffer.shared_memory.name}"
+        return QueueEnd(Membership(member, 1 + buffer.n_reader, store, 0), buffer.max_chunks)
     except Exception:  # another version: it goes on unseen
-        queue = None
-    queues[end] = queue
-    return queue
+        return None
 
 
 def noting(original: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -58,3 +58,13 @@ def test_another_queue_goes_on_unseen(end: Any) -> None:
     method = message_queues.noting(End.enqueue, "enqueue")
     assert method(other, 3) == 3
     assert message_queues.queue_of(other) is None
+
+
+def test_a_queue_that_nothing_can_refer_to_goes_on_unseen() -> None:
+    class End:
+        __slots__ = ()
+
+        def enqueue(self, obj: Any) -> Any:
+            return obj
+
+    assert message_queues.noting(End.enqueue, "enqueue")(End(), 3) == 3
