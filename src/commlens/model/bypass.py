@@ -37,10 +37,13 @@ _MAPPED: Final = re.compile(
 
 SECOND_NCCL: Final = "a second libnccl"
 
-Recorded = Literal["calls", "no-call", "other-version", "never"]
+_OF_NCCL: Final = ("cupy", SECOND_NCCL)
+"""Libraries that call NCCL, which then tells its plugin."""
+
+Recorded = Literal["calls", "no-call", "other-version", "by-plugin", "never"]
 """``calls``: their records are there. ``no-call``: an adapter records them, and no call is among
-the records. ``other-version``: the adapter does not know the signatures. ``never``: there is no
-adapter.
+the records. ``other-version``: the adapter does not know the signatures. ``by-plugin``: NCCL's
+plugin records the communicators that the library makes. ``never``: there is no adapter.
 """
 
 
@@ -85,10 +88,7 @@ def bypasses_of(logs: Iterable[RankLog]) -> list[Bypass]:
 
 
 def _recorded(log: RankLog) -> dict[str, tuple[Recorded, int]]:
-    """Return what is recorded of each library, and how many calls.
-
-    A further source of such calls, as NCCL's own events are, adds its library here.
-    """
+    """Return what is recorded of each library, and how many calls."""
     newest: dict[str, dict[object, int]] = {}
     for op in log.collectives:
         if (library := op.channel.library) is not None:
@@ -99,9 +99,15 @@ def _recorded(log: RankLog) -> dict[str, tuple[Recorded, int]]:
         library: ("calls", sum(numbers.values())) for library, numbers in newest.items()
     }
     for library in log.observation.libraries:
-        state = log.adapters.get(library)
-        recorded: Recorded = (
-            "never" if state is None else "no-call" if state == "applied" else "other-version"
-        )
-        found.setdefault(library, (recorded, 0))
+        found.setdefault(library, (_how_recorded(library, log), 0))
     return found
+
+
+def _how_recorded(library: str, log: RankLog) -> Recorded:
+    """Return whether the calls of a library would be recorded that has no records."""
+    if library in _OF_NCCL and log.nccl is not None and not log.nccl.is_other_nccl:
+        return "by-plugin"
+    state = log.adapters.get(library)
+    if state is None:
+        return "never"
+    return "no-call" if state == "applied" else "other-version"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.model.bypass import SECOND_NCCL, Bypass, bypasses_of, libraries_in
+from commlens.model.bypass import SECOND_NCCL, Bypass, Recorded, bypasses_of, libraries_in
 from commlens.model.collective import Channel, Collective, CollectiveArgs, ProcessGroup, State
+from commlens.model.nccl import NcclRecord
 from commlens.model.ranklog import Observation, RankLog
 
 SITE = "/env/lib/python3.12/site-packages"
@@ -79,3 +80,21 @@ def test_nothing_is_said_of_nothing() -> None:
 def test_a_library_in_python_is_known_by_its_calls() -> None:
     log = RankLog(0, 1, collectives=[call(2, "ray", "all_reduce")])
     assert bypasses_of([log]) == [Bypass("ray", (0,), False, "calls", (2, 2))]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "recorded"),
+    [
+        (None, "never"),
+        (NcclRecord(7, 1), "by-plugin"),
+        (NcclRecord(7, 1, is_other_nccl=True), "never"),
+    ],
+)
+def test_nccls_plugin_records_the_libraries_that_call_nccl(
+    nccl: NcclRecord | None, recorded: Recorded
+) -> None:
+    log = RankLog(0, 1, nccl=nccl, observation=Observation(libraries=["cupy", "mpi4py"]))
+    assert bypasses_of([log]) == [
+        Bypass("cupy", (0,), True, recorded),
+        Bypass("mpi4py", (0,), True, "never"),
+    ]

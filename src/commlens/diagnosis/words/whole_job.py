@@ -182,6 +182,7 @@ def past_torch(bypass: Bypass) -> str:
         "calls": f"{counted}{each} {'is' if most == 1 else 'are'} recorded",
         "no-call": "its calls would be recorded, and none is among the records",
         "other-version": "its calls are not recorded, because this version has other signatures",
+        "by-plugin": "NCCL's plugin records the communicators that it makes",
         "never": "its calls are not recorded",
     }[bypass.recorded]
     loaded = "loaded" if bypass.loaded else "called"

@@ -21,6 +21,10 @@ from commlens.model.bypass import Bypass
             "Ranks 0-1 loaded deep_ep: 3 to 1,204 calls of each are recorded.",
         ),
         (
+            Bypass("cupy", (0, 1), True, "by-plugin"),
+            "Ranks 0-1 loaded cupy: NCCL's plugin records the communicators that it makes.",
+        ),
+        (
             Bypass("mpi4py", (0, 1), True, "never"),
             "Ranks 0-1 loaded mpi4py: its calls are not recorded.",
         ),
