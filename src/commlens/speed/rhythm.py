@@ -3,8 +3,8 @@ what comes again after a number of steps.
 
 A training loop repeats itself, and so do an evaluation and a loop with an optimizer of its own. Its
 rounds are told from its collectives. A program whose ranks wait for commands repeats itself, too,
-and there the rank that gives them is waited for by all: so nothing is a round in which a rank waits
-for a certain other one, in a broadcast or a message, or which comes when it likes.
+and all its ranks wait for the one that gives the commands. So rounds count only if they come at
+regular intervals, and if no rank waits in them for one certain rank, as in a broadcast or message.
 """
 
 from __future__ import annotations

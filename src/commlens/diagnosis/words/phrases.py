@@ -171,7 +171,10 @@ def completion_unknown(channel: Channel) -> str:
     """Return why it is unknown whether the collectives of a channel completed."""
     match channel.completion:
         case "plugin":
-            return "NCCL's plugin tells only of calls; nccl_profiler: kernels tells also of ends."
+            return (
+                "NCCL's plugin told only which calls were made. With the setting nccl_profiler:"
+                " kernels, it also tells which have ended."
+            )
         case "hooks":
             return (
                 "they are in a CUDA graph, or commlens recorded without its native engine while"

@@ -217,7 +217,7 @@ def _seen_by_nccl(cause: StuckInside) -> list[str]:
     """Return sentences about what NCCL's kernels and transfers do."""
     said = []
     if cause.started_on and set(cause.started_on) == set(cause.ranks):
-        said.append("Its kernel has started on all of these ranks, and ended on none.")
+        said.append("The collective's kernel has started on all of these ranks, and ended on none.")
     if (at := cause.transfer) is not None:
         states = _SENDER.get(at.sender_state), _RECEIVER.get(at.receiver_state)
         if known := [state for state in states if state is not None]:

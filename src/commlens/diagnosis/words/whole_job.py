@@ -164,12 +164,12 @@ def _of_nccl(job: JobIndex) -> Iterator[str]:
         if told is not None and told.is_other_nccl:
             yield (
                 f"{capital(rank_phrase(rank))}: NCCL {version_text(told.nccl_version)} tells"
-                f" nothing, because its plugin knows {NCCL_VERSIONS}."
+                f" nothing, because commlens's plugin knows only {NCCL_VERSIONS}."
             )
         if told is not None and told.lost:
             yield (
-                f"{capital(rank_phrase(rank))}: {number(told.lost)} of the events that NCCL told"
-                " found no room."
+                f"{capital(rank_phrase(rank))}: {count(told.lost, 'event')} of NCCL could not be"
+                " kept, because the plugin's tables were full."
             )
 
 

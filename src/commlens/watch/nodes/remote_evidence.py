@@ -143,8 +143,8 @@ def unpack_world(content: bytes, host: str) -> tuple[list[RankLog], list[str]]:
 def unpack(content: bytes, host: str, *, keeps_job: bool = False) -> NodeEvidence:
     """Read what another node sent with :func:`pack`.
 
-    Nodes that meet in one store have one job, by whatever name. So theirs is the reporter's, unless
-    ``keeps_job``.
+    Unless ``keeps_job``, the logs lose the name of their job: nodes that meet in one store have one
+    job, whatever each calls it, and it has the reporter's name.
     """
     found = NodeEvidence(host)
     try:

@@ -136,8 +136,12 @@ def test_what_the_plugin_did_not_note_is_said():
     logs[0].nccl = NcclRecord(1000, 1, nccl_version=23203, is_other_nccl=True)
     logs[1].nccl = NcclRecord(1001, 1, lost=12)
     said = judge(logs).missing_evidence
-    assert "Rank 0: NCCL 2.32.3 tells nothing, because its plugin knows 2.27 to 2.30." in said
-    assert "Rank 1: 12 of the events that NCCL told found no room." in said
+    assert (
+        "Rank 0: NCCL 2.32.3 tells nothing, because commlens's plugin knows only 2.27 to 2.30."
+    ) in said
+    assert (
+        "Rank 1: 12 events of NCCL could not be kept, because the plugin's tables were full."
+    ) in said
 
 
 def kernels(
@@ -201,7 +205,7 @@ def test_the_transfer_that_stands():
         "NCCL's transfer from rank 3 to rank 0 stands at step 41 of 64, on channel 2"
         in verdict.summary
     )
-    assert "Its kernel has started on all of these ranks, and ended on none." in (
+    assert "The collective's kernel has started on all of these ranks, and ended on none." in (
         verdict.findings[0].evidence
     )
     assert any("handed its data to the network" in said for said in verdict.findings[0].evidence)
