@@ -124,15 +124,12 @@ def _measure_pieces(
                 inside[bisect_right(edges, op.announced_ns) - 1][log.rank].append(op)
     waits = find_waits(logs)
     on_device = device_times(timed, edges)
-    rounds = {log.rank: round_starts(log) for log in logs} if not any(map(_steps, logs)) else {}
+    counts_steps = any(log.steps for log in logs)
+    rounds = {} if counts_steps else {log.rank: round_starts(log) for log in logs}
     return [
         _pace_of(window, ops, times, waits, rounds)
         for window, ops, times in zip(pairwise(edges), inside, on_device, strict=True)
     ]
-
-
-def _steps(log: RankLog) -> int:
-    return log.steps
 
 
 def _pace_of(

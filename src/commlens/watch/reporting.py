@@ -492,10 +492,9 @@ class Reporter:
             self._to_send = verdict
             line = f"{capital(verdict.summary).rstrip('.')}."
             self._announce(line, kind=verdict.kind)
-            # a verdict without worlds is on this one alone, unless all that answered are one world
-            if verdict.worlds.are_several or not any(
-                log.worlds.are_several for log in self.logs[:1]
-            ):
+            # One that names no world, though several were examined, is about this world alone.
+            examined_several = bool(self.logs) and self.logs[0].worlds.are_several
+            if verdict.worlds.are_several or not examined_several:
                 unknown = any(each.size for each in verdict.worlds.outsiders)
                 self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
         try:

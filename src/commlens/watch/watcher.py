@@ -40,7 +40,7 @@ from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.mismatches.deferred_verification import DeferredVerification
 from commlens.watch.mismatches.report import MismatchReporter
 from commlens.watch.node_health import HealthOfNode
-from commlens.watch.nodes.beat import LAST
+from commlens.watch.nodes.beat import LAST, News
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
@@ -382,8 +382,7 @@ class Watcher:
     def _take_news(self) -> None:
         """Print what other nodes say, and follow the one that has reported."""
         for host, news in self._nodes.take_news():
-            whole = f" (the whole verdict was printed on {host})" if news.kind else ""
-            self.reporter.say(f"{news.text}{whole}")
+            self.reporter.say(_line_of(host, news))
             if news.kind:
                 self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
@@ -410,7 +409,7 @@ class Watcher:
         self._observer.store_ports = frozenset({self._nodes.port, *worlds.ports} - {0})
         worlds.answer(self.reporter.evidence.packed_world)
         for host, news in worlds.take_news():
-            self.reporter.tell_all_nodes(f"{news.text} (the whole verdict was printed on {host})")
+            self.reporter.tell_all_nodes(_line_of(host, news))
             worlds.told_by = host
             self._over = self._over or self._deaths.first is not None
             self.reporter.save_dump()
@@ -423,7 +422,9 @@ class Watcher:
         if worlds.told_by and dead and not were_killed:
             self._over = True
             ranks = ranks_phrase(member.rank for member in dead)
-            self.reporter.tell(f"{ranks} ended while the job hung; the verdict above stands.")
+            self.reporter.tell(
+                f"{ranks} of this world ended while the job hung; the verdict above stands."
+            )
             self.reporter.save_dump()
             return True
         if not worlds.died_first:
@@ -771,3 +772,8 @@ class Watcher:
         ):
             self.reporter.report(verdict)
             self.reporter.save_dump()
+
+
+def _line_of(host: str, news: News) -> str:
+    """Return a line of another node, with the place of the whole verdict if it is of one."""
+    return f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text
