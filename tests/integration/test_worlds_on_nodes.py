@@ -49,6 +49,14 @@ def launch(two: list[Node], late: str) -> None:
         node.start([*command, str(PROGRAM), "two_worlds", late, role], settings(two, node))
 
 
+def asked(two: list[Node], node: Node, command: str) -> str:
+    """Return what a command prints on a node, without line breaks."""
+    before = len(node.output)
+    process = node.start([sys.executable, "-m", "commlens", command], settings(two, node))
+    assert process.wait(60) == 0
+    return " ".join(node.output[before:].split())
+
+
 def end(two: list[Node]) -> None:
     (two[0].folder.parent / "go").touch()
     assert wait(two, 60) == [0, 0]
@@ -97,6 +105,14 @@ def test_one_world_reports_for_both(two: list[Node], late: str) -> None:
         ]
 
     assert until(lambda: all(told())), [said(each) for each in two]
+    for node in two:
+        shown = asked(two, node, "status")
+        assert re.search(line, shown) and "4 ranks on 2 hosts" in shown, shown
+        shown = asked(two, node, "stacks")
+        assert "4 ranks of rollout and trainer stand at" in shown, shown
+        assert late.capitalize() in shown and "maybe_late" in shown and "its node" not in shown, (
+            shown
+        )
     end(two)
     assert sorted(told()) == sorted([rf"VERDICT {line}", pointer])
     words = said(two[0]) + said(two[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 
@@ -24,7 +25,9 @@ class DumpCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import load_settings
-        from commlens.watch.snapshot import dump
+        from commlens.text import joined
+        from commlens.watch.asked_worlds import look_everywhere
+        from commlens.watch.snapshot import dump, snapshot
 
         settings = load_settings(overrides={"dump_dir": arguments.output}).settings
         for job in find_recorded_jobs(arguments.job, settings.box_dir):
@@ -37,4 +40,12 @@ class DumpCommand:
             )
             print(folder)
             print(f"  commlens diagnose {folder}")
+            logs, elsewhere, _ = look_everywhere(job, snapshot(job, window_s=0.0), settings.meet)
+            if hosts := sorted({log.host for log in logs} - {os.uname().nodename}):
+                print(
+                    f"  More of its processes are on {joined(hosts)}: run `commlens dump` there,"
+                    " too, and pass all folders to `commlens diagnose`."
+                )
+            for line in elsewhere.lines:
+                print(f"  {line}")
         return 0

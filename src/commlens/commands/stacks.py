@@ -140,30 +140,28 @@ def _recorded(wanted: str | None) -> FoundRanks | None:
     share no group.
     """
     from commlens.config import load_settings
-    from commlens.diagnosis.select.worlds import join_worlds
+    from commlens.watch.asked_worlds import look_everywhere
     from commlens.watch.jobs import find_jobs
-    from commlens.watch.other_nodes import has_other_nodes, look_at_other_nodes
-    from commlens.watch.other_worlds import logs_of_other_worlds
     from commlens.watch.snapshot import snapshot
 
+    settings = load_settings().settings
     try:
-        folders = find_jobs(wanted, load_settings().settings.box_dir)
+        folders = find_jobs(wanted, settings.box_dir)
     except CommandError:
         return None
-    logs = snapshot(folders[0], window_s=0.4)
-    other_worlds = logs_of_other_worlds(logs, folders[:1])
-    if not other_worlds.keys() >= set(folders[1:]):
+    here = snapshot(folders[0], window_s=0.4)
+    logs, elsewhere, others = look_everywhere(folders[0], here, settings.meet)
+    if not others.keys() >= set(folders[1:]):
         return None
-    if not has_other_nodes(logs):
-        worlds = [logs, *other_worlds.values()]
-        return FoundRanks(join_worlds([*map(_with_current_stacks, worlds)]))
-    here = _with_current_stacks(logs)
-    elsewhere = look_at_other_nodes(folders[0])
-    for log in filter(_is_stale, elsewhere.logs):
+    far = [*logs]
+    for world in (here, *others.values()):
+        processes = {(log.host, log.pid) for log in world}
+        _read_stacks_anew([log for log in far if (log.host, log.pid) in processes])
+        far = [log for log in far if (log.host, log.pid) not in processes]
+    for log in filter(_is_stale, far):
         log.stacks = []
         log.observation.stacks_note = "it runs; its stack can be read on its node"
-    ranks = [*here, *elsewhere.logs]
-    return FoundRanks(sorted(ranks, key=lambda log: log.rank), elsewhere)
+    return FoundRanks(sorted(logs, key=lambda log: log.rank), elsewhere)
 
 
 def _is_stale(log: RankLog) -> bool:
@@ -171,9 +169,9 @@ def _is_stale(log: RankLog) -> bool:
     return log.main_stack is not None and log.current_stack is None
 
 
-def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
-    """Return the logs of this node's ranks. The stacks of those that have moved since they recorded
-    one are read with py-spy.
+def _read_stacks_anew(logs: Sequence[RankLog]) -> None:
+    """Read the stacks of those ranks of this node that have moved since they recorded one, with
+    py-spy.
     """
     from commlens.outside.find_ranks import find_worlds
     from commlens.outside.look import look_at
@@ -186,4 +184,3 @@ def _with_current_stacks(logs: Sequence[RankLog]) -> Sequence[RankLog]:
             for sample in look_at(find_worlds(str(min(stale)))[:1], window_s=0.5)[0].samples:
                 if sample.log.pid in stale:
                     stale[sample.log.pid].observation = sample.log.observation
-    return logs

@@ -57,7 +57,8 @@ class StatusCommand:
             return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
             # worlds that meet are one picture
-            found = list({each.processes: each for each in pool.map(_status, jobs)}.values())
+            statuses = pool.map(lambda job: _status(job, settings.meet), jobs)
+            found = list({each.processes: each for each in statuses}.values())
         if arguments.json:
             print_json(
                 [
@@ -112,18 +113,13 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
     return 0
 
 
-def _status(job: Path) -> JobStatus:
+def _status(job: Path, meet: str) -> JobStatus:
     from commlens.diagnosis.views.status import status_of
     from commlens.dumps.save import dump_name
-    from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
-    from commlens.watch.other_worlds import with_other_worlds
+    from commlens.watch.asked_worlds import look_everywhere
     from commlens.watch.snapshot import snapshot
 
-    logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
-    if has_other_nodes(logs):
-        elsewhere = look_at_other_nodes(job)
-        logs = elsewhere.join(logs)
-    logs = with_other_worlds(logs, [job])
+    logs, elsewhere, _ = look_everywhere(job, snapshot(job, window_s=0.4), meet)
     return status_of(
         dump_name([job]), logs, elsewhere.lines, alike=elsewhere.alike, hosts=elsewhere.hosts
     )

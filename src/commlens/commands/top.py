@@ -10,7 +10,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -68,41 +68,51 @@ class TopCommand:
 
         if not 0.1 <= arguments.interval <= 3600:
             raise CommandError(f"--interval takes 0.1 to 3600 seconds, not {arguments.interval:g}.")
-        jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
+        settings = load_settings().settings
+        jobs = find_recorded_jobs(arguments.job, settings.box_dir)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise CommandError(
                 "commlens top needs a terminal. `commlens status` prints the same once."
             )
         with contextlib.suppress(KeyboardInterrupt):
-            _show(jobs, arguments.interval)
+            _show([_Job(folder, settings.meet) for folder in jobs], arguments.interval)
         return 0
 
 
-class _OtherNodes:
-    """Asks a job's other nodes again and again, in a thread: an answer takes a second or more, and
-    keys must not wait for it.
+class _Elsewhere:
+    """Asks a job's other nodes and the worlds on other nodes again and again, in a thread: an
+    answer takes a second or more, and keys must not wait for it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, meet: str) -> None:
+        self._folder, self._meet = folder, meet
         self._thread: threading.Thread | None = None
         self._answer: OtherNodes | None = None
         self._due = 0.0
 
-    def take(self) -> OtherNodes | None:
-        """Return an answer once; None if there is no new one. Ask again if that is due."""
+    def take(self, runs: Mapping[Path, Sequence[RankLog]]) -> OtherNodes | None:
+        """Return an answer once; None if there is no new one. Ask again if that is due.
+
+        Args:
+            runs: the logs of the job and of other worlds here, by folder.
+        """
         answer, self._answer = self._answer, None
         if time.monotonic() >= self._due and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._ask, name="commlens-top", daemon=True)
+            self._thread = threading.Thread(
+                target=self._ask, args=(runs,), name="commlens-top", daemon=True
+            )
             self._thread.start()
         return answer
 
-    def _ask(self) -> None:
-        from commlens.watch.other_nodes import look_at_other_nodes
+    def _ask(self, runs: Mapping[Path, Sequence[RankLog]]) -> None:
+        from commlens.watch.asked_worlds import ask_worlds
+        from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
 
-        began = time.monotonic()
+        began, logs = time.monotonic(), runs[self._folder]
         try:
-            self._answer = look_at_other_nodes(self._folder)
+            nodes = look_at_other_nodes(self._folder) if has_other_nodes(logs) else OtherNodes()
+            known = {**runs, self._folder: [*logs, *nodes.logs]}
+            self._answer = ask_worlds(nodes, known, self._meet)
         except Exception as error:  # its traceback would cover the screen
             log.debug(
                 "commlens: the other nodes could not be asked: %s: %s", type(error).__name__, error
@@ -115,7 +125,7 @@ class _OtherNodes:
 class _Job:
     """A job that is read again and again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, meet: str) -> None:
         from commlens.processes.observer import Observer
         from commlens.watch.other_worlds import OtherWorlds
         from commlens.watch.roster import Roster
@@ -123,7 +133,7 @@ class _Job:
         self.folder = folder
         self.roster = Roster([folder])
         self.observer = Observer(_OBSERVED_S)
-        self.other_nodes = _OtherNodes(folder)
+        self.elsewhere = _Elsewhere(folder, meet)
         self.other_worlds = OtherWorlds(newest=_NEWEST)
         self.of_all_nodes: JobStatus | None = None
 
@@ -131,44 +141,49 @@ class _Job:
         """Return the job's status: of all nodes as of their last answer, or of this node alone
         until another one has answered.
         """
-        from commlens.watch.other_nodes import has_other_nodes
-
-        logs = self._read_logs()
-        if not has_other_nodes(logs):
-            return self._status(logs)
-        answer = self.other_nodes.take()
-        if answer is not None and (answer.logs or answer.lines):
-            self.of_all_nodes = self._status(answer.join(logs), answer)
-        return self.of_all_nodes or self._status(logs)
-
-    def _status(self, logs: Sequence[RankLog], elsewhere: OtherNodes | None = None) -> JobStatus:
-        from commlens.diagnosis.views.status import status_of
-        from commlens.dumps.save import dump_name
-        from commlens.watch.other_nodes import OtherNodes
-
-        known = elsewhere or OtherNodes()
-        return status_of(
-            dump_name([self.folder]), logs, known.lines, alike=known.alike, hosts=known.hosts
-        )
-
-    def _read_logs(self) -> list[RankLog]:
-        from commlens.diagnosis.select.worlds import join_worlds
+        from commlens.model.store_identity import identities
+        from commlens.watch.other_nodes import OtherNodes, has_other_nodes
         from commlens.watch.snapshot import observe, read_logs
 
         seen = observe(self.roster, self.observer, window_s=0.0, wait_s=0.0)
         logs = read_logs(self.roster.current(), seen, newest=_NEWEST)[0]
-        return join_worlds([logs, *self.other_worlds.logs(logs, [self.folder]).values()])
+        others = self.other_worlds.logs(logs, [self.folder])
+        if has_other_nodes(logs) or identities(logs):
+            answer = self.elsewhere.take({self.folder: logs, **others})
+            if answer is not None and (answer.logs or answer.lines or answer.worlds):
+                self.of_all_nodes = self._status(answer.join(logs), others, answer)
+                return self.of_all_nodes
+            if self.of_all_nodes is not None:
+                return self.of_all_nodes
+        return self._status(logs, others, OtherNodes())
+
+    def _status(
+        self,
+        logs: Sequence[RankLog],
+        others: Mapping[Path, Sequence[RankLog]],
+        elsewhere: OtherNodes,
+    ) -> JobStatus:
+        from commlens.diagnosis.views.status import status_of
+        from commlens.dumps.save import dump_name
+        from commlens.watch.asked_worlds import join_everywhere
+
+        return status_of(
+            dump_name([self.folder]),
+            join_everywhere(logs, others.values(), elsewhere),
+            elsewhere.lines,
+            alike=elsewhere.alike,
+            hosts=elsewhere.hosts,
+        )
 
 
-def _show(folders: list[Path], interval_s: float) -> None:
+def _show(jobs: list[_Job], interval_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from commlens.reports.top_screen import NARROW, View, draw
     from commlens.text import naming_worlds
 
-    view = View(jobs=len(folders))
-    jobs = [_Job(folder) for folder in folders]
+    view = View(jobs=len(jobs))
     console = Console(highlight=False, markup=False, emoji=False)
     with _keys() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
         status = jobs[0].read()

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,9 @@ _SLOWER: Final = 2.0  # than the nodes of one job: the store is the program's ow
 
 OFF: Final = "off"
 
+WorldLogs = tuple[list[RankLog], list[str]]
+"""The logs of a world, and what could not be read, in sentences."""
+
 
 class _Exchange(Nodes):
     """The worlds that use one store, each by the node that reports for it."""
@@ -55,30 +58,37 @@ class _Exchange(Nodes):
 
     def gather_worlds(
         self, asked: Sequence[Beat], timeout_s: float
-    ) -> tuple[dict[int, tuple[list[RankLog], list[str]]], list[Beat]]:
+    ) -> tuple[dict[int, WorldLogs], list[Beat]]:
         """Return the logs of the worlds that answer, each with what could not be read, by slot, and
-        the worlds that do not. A world that has left is dropped once another one has taken its
-        place: its program was started again.
+        the worlds that do not.
         """
         found, silent = self.gather(
             lambda slot, content: unpack_world(content, self.host(slot)),
             timeout_s=timeout_s,
             asked=asked,
         )
-        live = {beat.slot for beat in self.others}
-        taken = {
-            made[:2] for slot, (logs, _) in found.items() if slot in live for made in _made(logs)
-        }
-        found = {
-            slot: (logs, unread)
-            for slot, (logs, unread) in found.items()
-            if slot in live or taken.isdisjoint(made[:2] for made in _made(logs))
-        }
+        found = without_replaced(found, {beat.slot for beat in self.others})
         self.answers = {slot: logs for slot, (logs, _) in found.items()}
         return found, silent
 
     def _period_s(self) -> float:
         return super()._period_s() * (1.0 if self._gathering else _SLOWER)
+
+
+def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> dict[int, WorldLogs]:
+    """Return the logs of worlds without those that have left and whose place another one has taken:
+    their program was started again.
+
+    Args:
+        found: the logs of each world, and what could not be read, by slot.
+        live: the slots of those that have not left.
+    """
+    taken = {made[:2] for slot, (logs, _) in found.items() if slot in live for made in _made(logs)}
+    return {
+        slot: (logs, unread)
+        for slot, (logs, unread) in found.items()
+        if slot in live or taken.isdisjoint(made[:2] for made in _made(logs))
+    }
 
 
 class MeetingWorlds:
@@ -89,22 +99,28 @@ class MeetingWorlds:
         wake: wakes the watcher; called from another thread when there is something to do.
         where: the setting ``meet``: ``auto``, ``off`` or a folder.
         folders: of the job's black boxes.
+        look: returns the evidence of this world for a command on another node, given the number of
+            newest records of each rank; called in a thread of its own.
     """
 
     def __init__(
-        self, host: str, wake: Callable[[], None], where: str, folders: Sequence[Path]
+        self,
+        host: str,
+        wake: Callable[[], None],
+        where: str,
+        folders: Sequence[Path],
+        look: Callable[[int], bytes] = lambda _: b"",
     ) -> None:
         self.told_by = ""
         """The host whose world has reported the present fault of this one, too; empty: none."""
         self._host, self._wake, self._where = host, wake, where
-        self._folders = folders
+        self._folders, self._look = folders, look
         self._siblings = OtherWorlds(None, newest=1)
         self._groups: list[ByHand] = []
         self._look_at = 0.0  # time.monotonic()
         self._exchanges: dict[Place, _Exchange] = {}
         self._deferred: dict[bool, float] = {}
-        self._name = int(hashlib.sha256(f"{host} {folders[0]}".encode()).hexdigest(), 16)
-        self._name %= 1 << _NAME_BITS
+        self._name = name_of(host, folders[0])
 
     # --- where they meet
 
@@ -119,7 +135,7 @@ class MeetingWorlds:
         logs = _newest(members)
         if any(_made(logs)):
             others = self._siblings.logs(logs, self._folders).values()
-            self._groups = _by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
+            self._groups = by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
         return self._groups
 
     def meet(
@@ -132,10 +148,10 @@ class MeetingWorlds:
             waiting: what ranks of all nodes wait in.
             groups: that ranks of this world are in, from all nodes.
         """
-        wanted = _places(groups, self._where, self._host)[-_EXCHANGES_MAX:]
+        wanted = places_of(groups, self._where, self._host)
         new = [place for place in wanted if place not in self._exchanges]
         for place in new:
-            self._exchanges[place] = _Exchange(self._host, self._wake)
+            self._exchanges[place] = _Exchange(self._host, self._wake, look=self._look)
         for place in self._exchanges.keys() - {*wanted}:  # all members are in sight now
             self._exchanges.pop(place).leave()
         # the world that meets others in the most places sees most, and reports
@@ -279,6 +295,17 @@ class MeetingWorlds:
         return [news for each in self._exchanges.values() for news in each.take_news()]
 
 
+def name_of(host: str, folder: Path) -> int:
+    """Return the number by which other worlds know the one with this folder of black boxes."""
+    digest = hashlib.sha256(f"{host} {folder}".encode()).hexdigest()
+    return int(digest, 16) % (1 << _NAME_BITS)
+
+
+def has_name(beat: Beat, names: Collection[int]) -> bool:
+    """Return whether a value is of a world with one of these names."""
+    return any(rank % (1 << _NAME_BITS) in names for rank in beat.ranks)
+
+
 def _places_of(rank: int) -> int:
     """Return in how many places the world with this rank meets others."""
     return _EXCHANGES_MAX - (rank >> _NAME_BITS)
@@ -314,7 +341,7 @@ def _made(logs: Iterable[RankLog]) -> Iterator[_Made]:
                 yield _Made(identity_of(log, made), made.member, op.announced_ns)
 
 
-def _by_hand(logs: Sequence[RankLog], others: Iterable[RankLog]) -> list[ByHand]:
+def by_hand(logs: Sequence[RankLog], others: Iterable[RankLog] = ()) -> list[ByHand]:
     """Return the groups made by hand that processes with these ``logs`` are in, with the members
     among these and ``others``, oldest first.
     """
@@ -324,8 +351,14 @@ def _by_hand(logs: Sequence[RankLog], others: Iterable[RankLog]) -> list[ByHand]
     return [ByHand(*each, tuple(sorted(set(known)))) for each, known in members.items()]
 
 
-def _places(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
-    """Return where the members of groups meet of which members are out of sight."""
+def places_of(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
+    """Return where the members of the newest groups meet of which members are out of sight.
+
+    Args:
+        groups: the members that are in sight, oldest first.
+        where: the setting ``meet``.
+        host: this machine's name.
+    """
     members = grouped(((each.store, each.size, each.ordinal), each.members) for each in groups)
     stores = dict.fromkeys(
         store
@@ -342,4 +375,4 @@ def _places(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
         elif address.port:
             at = "localhost" if address.host == host else address.host
             found[Store(at, int(address.port), within="commlens/worlds/")] = None
-    return [*found]
+    return [*found][-_EXCHANGES_MAX:]

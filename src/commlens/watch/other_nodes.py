@@ -5,6 +5,7 @@ that stand for the others.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,16 +21,16 @@ from commlens.model.ranklog import RankLog
 from commlens.text import count, duration, ranks_and_verb, ranks_phrase
 from commlens.watch.few_ranks import FewRanks, few_ranks
 from commlens.watch.nodes import remote_evidence
-from commlens.watch.nodes.beat import Beat, Request, decoded, key
+from commlens.watch.nodes.beat import QUESTION, Beat, Request, decoded, key
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
 from commlens.watch.nodes.calls import wake
 from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.meeting_places import Client, Store, places, stored
+from commlens.watch.nodes.meeting_places import Client, Place, Store, places, stored
 from commlens.watch.nodes.periods import asked_period_s, rests_long
-from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, NodeEvidence
+from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, NodeEvidence, pack_snapshot
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import TREE_ABOVE, Tree
-from commlens.watch.nodes.status_answers import QUESTION, StatusAnswer, store_request
+from commlens.watch.nodes.status_answers import StatusAnswer, store_request
 from commlens.watch.roster import Roster
 from commlens.watch.snapshot import one_run, snapshot
 
@@ -48,6 +49,8 @@ class OtherNodes(NamedTuple):
     # the ranks without a log that are in the state of ranks with one
     alike: AlikeRanks = NONE_ALIKE
     hosts: Mapping[int, str] = MappingProxyType({})  # of these, by rank
+    # of each world on other nodes that may share a group made by hand with the job
+    worlds: Sequence[Sequence[RankLog]] = ()
 
     def join(self, logs: Sequence[RankLog]) -> list[RankLog]:
         """Return this node's logs and the others', with all clocks as on one node."""
@@ -71,23 +74,51 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
     Args:
         job_dir: the folder of the job's black boxes on this node.
     """
-    with contextlib.closing(Roster([job_dir])) as roster:
-        roster.refresh()
-        roster.poll()
-        members = roster.current()
-        here = [member.rank for member in members]
-        store = next((place for place in places(members, None) if isinstance(place, Store)), None)
+    store, here = _meeting([job_dir])
     if store is None:
         return OtherNodes()
     found = OtherNodes()
     try:
-        with contextlib.closing(store.open(lambda waited_s: waited_s < _PATIENCE_S)) as client:
+        with asked_in(store) as client:
             nodes = AskedNodes(client, here)
             found = OtherNodes(lines=other_node_lines(nodes.beats, here))
             return _ask_others(nodes, here, lambda: snapshot(job_dir, window_s=_WINDOW_S))
     except OSError as error:
-        problem = f"Not all is known of the other nodes: {store} {_reason(error)}."
+        problem = f"Not all is known of the other nodes: {store} {reason(error)}."
         return found._replace(lines=[problem, *found.lines])
+
+
+def pack_world_snapshot(folders: Sequence[Path], records: int) -> bytes:
+    """Look at the ranks of all nodes of this world now, and pack so many of the newest records of
+    each for a command on a node of another world.
+    """
+    answers = [(os.uname().nodename, pack_snapshot(folders, records))]
+    store, here = _meeting(folders)
+    if store is not None:
+        with contextlib.suppress(OSError), asked_in(store) as client:
+            nodes = AskedNodes(client, here)
+            found, _ = nodes.gather(
+                lambda slot, content: (nodes.host(slot), content),
+                of=sorted(_some_of(nodes.others)),
+                records=records,
+            )
+            answers += found.values()
+    return remote_evidence.pack_world(answers)
+
+
+def _meeting(folders: Sequence[Path]) -> tuple[Store | None, list[int]]:
+    """Return the store in which the nodes of a job meet, if it has several, and the ranks here."""
+    with contextlib.closing(Roster(folders)) as roster:
+        roster.refresh()
+        roster.poll()
+        members = roster.current()
+        stores = [place for place in places(members, None) if isinstance(place, Store)]
+        return next(iter(stores), None), [member.rank for member in members]
+
+
+def asked_in(place: Place) -> contextlib.closing[Client]:
+    """Connect to a place to ask the nodes that meet there."""
+    return contextlib.closing(place.open(lambda waited_s: waited_s < _PATIENCE_S))
 
 
 def _ask_others(
@@ -98,7 +129,7 @@ def _ask_others(
         few = few_ranks(nodes, States(), read_here)
         if few is not None:
             return _of_few(few, nodes, here)
-    asked = _some_of(others) if len(others) > _ASKED_MAX else {beat.slot for beat in others}
+    asked = _some_of(others)
     answers, silent = nodes.gather(
         lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
         of=sorted(asked),
@@ -143,9 +174,11 @@ def _lines(
 
 
 def _some_of(others: Sequence[Beat]) -> set[int]:
-    """Return the slots of the nodes to ask if there are many: those with dead ranks and the longest
-    waits, and some of all.
+    """Return the slots of the nodes to ask: all, or if there are many, those with dead ranks and
+    the longest waits, and some of all.
     """
+    if len(others) <= _ASKED_MAX:
+        return {beat.slot for beat in others}
     unusual = sorted(
         filter(_is_unusual, others),
         key=lambda beat: (not beat.dead, -beat.wait_s),
@@ -154,7 +187,8 @@ def _some_of(others: Sequence[Beat]) -> set[int]:
     return {beat.slot for beat in (*unusual[: _SAMPLE // 2], *some)}
 
 
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
+    """Return why nodes could not be asked, as the end of a sentence about the place."""
     if isinstance(error, TimeoutError):
         return f"has not answered for {_PATIENCE_S:.0f} s"
     if isinstance(error, ConnectionRefusedError):
@@ -235,10 +269,14 @@ class AskedNodes:
     Args:
         client: of the job's store.
         here: the ranks of the node that the command runs on.
+        answers_s: for how long to wait for the answers.
     """
 
-    def __init__(self, client: Client, here: Collection[int]) -> None:
+    def __init__(
+        self, client: Client, here: Collection[int], answers_s: float = _ANSWERS_S
+    ) -> None:
         self._client = client
+        self._answers_s = answers_s
         self._count = 0
         self.beats: list[Beat] = []
         """The last values of all nodes, by slot; empty without watchers."""
@@ -281,7 +319,7 @@ class AskedNodes:
         """
         number = self._ask(nodes=list(of), records=records).number
         found: dict[int, StatusAnswer] = {}
-        end = time.monotonic() + _ANSWERS_S + asked_period_s(self._count)
+        end = time.monotonic() + self._answers_s + asked_period_s(self._count)
         while (waits_for := set(of) - found.keys()) and time.monotonic() < end:
             time.sleep(_POLL_S)
             found |= self._answers(waits_for, number)

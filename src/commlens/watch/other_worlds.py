@@ -47,7 +47,30 @@ def with_other_worlds(
         folders: of its boxes; the other jobs' folders are beside them.
         elsewhere: the logs of jobs that may share such a group, as their own watchers sent them.
     """
-    runs = [[*logs], *logs_of_other_worlds(logs, folders).values()]
+    runs = [logs, *logs_of_other_worlds(logs, folders).values()]
+    return with_near_processes(join_runs(runs, elsewhere))
+
+
+def with_near_processes(joined: list[RankLog]) -> list[RankLog]:
+    """Look for processes that may be members without a record, and return the logs with these."""
+    if any(each.size for log in joined[:1] for each in log.worlds.outsiders):
+        worlds = msgspec.structs.replace(joined[0].worlds, near=near_processes(joined))
+        for log in joined:
+            log.worlds = worlds
+    return joined
+
+
+def join_runs(
+    here: Sequence[Sequence[RankLog]], elsewhere: Sequence[Sequence[RankLog]]
+) -> list[RankLog]:
+    """Return the logs of the first job and of those that groups made by hand join with it, as one
+    job.
+
+    Args:
+        here: the logs of jobs as they were read on this node, the watched one first.
+        elsewhere: the logs of jobs as their own watchers sent them.
+    """
+    runs = [[*logs] for logs in here]
     for job in elsewhere:
         known = {_process_of(log) for run in runs for log in run}
         if job and known.isdisjoint(map(_process_of, job)):
@@ -56,12 +79,7 @@ def with_other_worlds(
                 whole += job
             else:
                 runs.append([*job])
-    joined = join_worlds([runs[at] for at in sorted(joined_runs(dict(enumerate(runs)), 0))])
-    if any(each.size for log in joined[:1] for each in log.worlds.outsiders):
-        worlds = msgspec.structs.replace(joined[0].worlds, near=near_processes(joined))
-        for log in joined:
-            log.worlds = worlds
-    return joined
+    return join_worlds([runs[at] for at in sorted(joined_runs(dict(enumerate(runs)), 0))])
 
 
 def _process_of(log: RankLog) -> tuple[str, str, int, int]:

@@ -46,6 +46,7 @@ from commlens.watch.nodes.lost_store import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.nodes.states import states_snapshot
 from commlens.watch.nodes.states_tree import TREE_ABOVE
+from commlens.watch.other_nodes import pack_world_snapshot
 from commlens.watch.reporting import (
     Diagnose,
     Evidence,
@@ -135,7 +136,13 @@ class Watcher:
             lambda records: pack_snapshot(self.folders, records),
             lambda: states_snapshot(self.folders),
         )
-        self._worlds = MeetingWorlds(os.uname().nodename, self._wake, settings.meet, self.folders)
+        self._worlds = MeetingWorlds(
+            os.uname().nodename,
+            self._wake,
+            settings.meet,
+            self.folders,
+            lambda records: pack_world_snapshot(self.folders, records),
+        )
         self._health = HealthOfNode(settings)
         evidence = Evidence(
             self._roster,

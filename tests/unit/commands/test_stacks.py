@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from met_worlds import log_of
 
 from commlens.commands.stacks import read_stacks, with_alike_ranks
 from commlens.diagnosis.fold.alike import Alike, AlikeRanks
@@ -77,11 +78,11 @@ def test_jobs_that_run_are_one_only_if_they_meet(
         raise CommandError("Several jobs run on this machine")
 
     jobs = [Path("/dev/shm/trainer"), Path("/dev/shm/rollout")]
-    logs = [RankLog(0, 1, job="trainer")]
+    logs = [log_of(0, "n0")]
     monkeypatch.setattr("commlens.watch.jobs.find_jobs", lambda *_: jobs)
     monkeypatch.setattr("commlens.watch.snapshot.snapshot", lambda *_, **__: logs)
-    others = {Path("/dev/shm", met): [RankLog(0, 1, job=met)]}
-    monkeypatch.setattr("commlens.watch.other_worlds.logs_of_other_worlds", lambda *_: others)
+    others = {Path("/dev/shm", met): [log_of(1, "n1")]}
+    monkeypatch.setattr("commlens.watch.asked_worlds.logs_of_other_worlds", lambda *_: others)
     monkeypatch.setattr("commlens.outside.find_ranks.find_worlds", refuse)
     if shown:
         assert [log.rank for log in read_stacks(None, None).logs] == shown

@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from met_worlds import STORE, World, eventually, log_of, ticking
 
-from commlens.model.collective import (
-    QUEUE,
-    SETUP,
-    Channel,
-    Collective,
-    CollectiveArgs,
-    HandMade,
-    ProcessGroup,
-    State,
-)
-from commlens.model.ranklog import RankLog
+from commlens.model.collective import QUEUE
 from commlens.watch import meeting_worlds
-from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.nodes.beat import ByHand
 from commlens.watch.nodes.meeting_places import Folder, Store
-from commlens.watch.nodes.remote_evidence import _RankEvidence, pack_world
 from commlens.watch.stall import OpenWait
-
-STORE = "10.0.0.1:29600/weights"
-
-
-def log_of(member: int, host: str, store: str = STORE, size: int = 2) -> RankLog:
-    group = ProcessGroup("", (), hand_made=HandMade(member, size, store))
-    args = CollectiveArgs("new_group", "new_group")
-    made = Collective(0, Channel(group, SETUP), 1, args, State.COMPLETED, 1, 1)
-    return RankLog(0, 1, f"job-{host}", host, 1000 + member, 0, setups=[made])
-
-
-class World:
-    """A world of one rank, which is a member of a group."""
-
-    def __init__(self, member: int, where: str, folder: Path, host: str = "") -> None:
-        self.host = host or f"host{member}"
-        self.log = log_of(member, self.host)
-        self.waiting: list[OpenWait] = []
-        self.member: Any = SimpleNamespace(
-            alive=True,
-            status=SimpleNamespace(initialised=True),
-            box=SimpleNamespace(log=lambda newest: self.log),
-        )
-        boxes = folder / f"boxes{member}" / "job"
-        self.worlds = MeetingWorlds(self.host, lambda: None, where, [boxes])
-        self.asked = 0
-
-    def tick(self) -> None:
-        self.worlds.meet([self.member], self.waiting, self.worlds.groups([self.member]))
-        self.worlds.answer(self.evidence)
-
-    def hears(self) -> bool:
-        return any(exchange.others for exchange in self.worlds._exchanges.values())
-
-    def evidence(self) -> bytes:
-        self.asked += 1
-        ranks = msgspec.msgpack.encode([_RankEvidence(self.log, b"")])
-        return pack_world([(self.host, ranks)])
 
 
 @pytest.fixture
@@ -85,35 +33,6 @@ def two(quick: None, tmp_path: Path) -> Iterator[tuple[World, World]]:
     yield made[0], made[1]
     for each in made:
         each.worlds.leave()
-
-
-def eventually(condition: Callable[[], Any], *ticking: World) -> Any:
-    end = time.monotonic() + 30
-    while True:
-        for each in ticking:
-            each.tick()
-        if (found := condition()) or time.monotonic() > end:
-            assert found
-            return found
-        time.sleep(0.02)
-
-
-@contextlib.contextmanager
-def ticking(world: World) -> Iterator[None]:
-    """Lets the world's watcher go on in a thread."""
-    stop = threading.Event()
-
-    def tick() -> None:
-        while not stop.wait(0.02):
-            world.tick()
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_a_wait_of_another_world_is_one_of_the_world_that_reports(two: tuple[World, World]) -> None:
@@ -298,7 +217,7 @@ def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> 
 
 def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: Path) -> None:
     def places(*groups: ByHand, where: str = "auto") -> list[Any]:
-        return meeting_worlds._places(groups, where, "host0")
+        return meeting_worlds.places_of(groups, where, "host0")
 
     whole = ByHand(STORE, 2, 0, (0, 1))
     assert places() == places(whole) == []
@@ -312,10 +231,10 @@ def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: 
     ]
     logs = [log_of(0, "host0", "h:1/late"), log_of(0, "host0", "h:1/early")]
     logs[0].setups[0].announced_ns = 5
-    assert [each.store for each in meeting_worlds._by_hand(logs, ())] == ["h:1/early", "h:1/late"]
+    assert [each.store for each in meeting_worlds.by_hand(logs, ())] == ["h:1/early", "h:1/late"]
     queue = log_of(0, "host0", "host0/psm_1")
     queue.setups[0].channel = msgspec.structs.replace(queue.setups[0].channel, device=QUEUE)
-    assert meeting_worlds._by_hand([queue], ()) == []
+    assert meeting_worlds.by_hand([queue], ()) == []
     by_file = ByHand("/tmp/store", 2, 0, (1,))
     assert places(by_file) == []
     (folder,) = places(by_file, where=str(tmp_path))

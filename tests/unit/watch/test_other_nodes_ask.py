@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from commlens.watch import other_nodes
-from commlens.watch.nodes.beat import Beat, key
+from commlens.watch.nodes.beat import QUESTION, Beat, key
 from commlens.watch.nodes.bundles import bundled_by, store_bundle
-from commlens.watch.nodes.status_answers import QUESTION
 from commlens.watch.other_nodes import AskedNodes, newest_beats
 
 

@@ -19,6 +19,10 @@ Digests = dict[str, list[Blocks]]
 _PREFIX: Final = "commlens/7"  # the number changes with the values' meaning
 
 
+QUESTION: Final = 1 << 32
+"""Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it
+without another request.
+"""
 COMMAND: Final = -2
 """In place of the slot of a node that asks."""
 

@@ -28,6 +28,7 @@ from commlens.text import ranks_phrase
 from commlens.watch.mismatches.channel_progress import differ
 from commlens.watch.nodes.beat import (
     LAST,
+    QUESTION,
     Beat,
     Digests,
     News,
@@ -55,7 +56,7 @@ from commlens.watch.nodes.periods import (
 )
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.states_tree import Tree
-from commlens.watch.nodes.status_answers import QUESTION, StatusAnswers
+from commlens.watch.nodes.status_answers import StatusAnswers
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import OpenWait, waits

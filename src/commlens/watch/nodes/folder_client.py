@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from commlens.watch.nodes.beat import QUESTION
 from commlens.watch.nodes.store_client import VALUE_MAX
 
 _NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")
@@ -50,12 +51,18 @@ class FolderClient:
         temporary.replace(path)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the sum. The counter is as many files.
+        """Add to a counter, which starts at 0, and return the sum. The counter is as many files,
+        and another one with the number of questions of commands.
 
         Args:
             key: of the counter.
-            amount: 0 or 1: ``commlens status``, which adds more, asks in a store only.
+            amount: 0, 1, or a question.
         """
+        asked = f"{key}.asked"
+        questions = int(self.get([asked])[0]) if self.existing_keys([asked]) else 0
+        if amount >= QUESTION:
+            questions, amount = questions + 1, 0  # two that come at once count as one
+            self.set(asked, b"%d" % questions)
         count = next(
             number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists()
         )
@@ -65,11 +72,12 @@ class FolderClient:
             with contextlib.suppress(FileExistsError):  # else another node has made it meanwhile
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
                 break
-        return count
+        return count + QUESTION * questions
 
     def existing_keys(self, keys: Sequence[str]) -> list[str]:
-        """Return those of these keys that exist."""
-        return [key for key in keys if self._path(key).exists()]
+        """Return those of these keys that exist, with counters that are not 0."""
+        names = {key: (key, f"{key}.0") for key in keys}
+        return [key for key in keys if any(self._path(name).exists() for name in names[key])]
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist."""

@@ -49,10 +49,12 @@ class Store:
     port: int
     # whether torchrun's agent serves it, which ends after its ranks; if not, rank 0 serves it
     of_agent: bool = False
-    within: str = ""  # begins all keys: several exchanges may use one store
+    # begins all keys: worlds meet beside the nodes of one, in the store of a group made by hand
+    within: str = ""
 
     def __str__(self) -> str:
-        return f"the job's store at {self.host}:{self.port}"
+        whose = "group" if self.within else "job"
+        return f"the {whose}'s store at {self.host}:{self.port}"
 
     def open(self, keep_waiting: KeepWaiting) -> Client:
         """Connect to it. ``keep_waiting`` is called every few seconds while no answer comes."""

@@ -13,17 +13,13 @@ from typing import Final
 
 import msgspec
 
-from commlens.watch.nodes.beat import Request, key
+from commlens.watch.nodes.beat import QUESTION, Request, key
 from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.states import States
 
 log = logging.getLogger("commlens")
 
-QUESTION: Final = 1 << 32
-"""Added to the counter of nodes by each ``commlens status``, so that a watcher at rest learns of it
-without another request.
-"""
 _KEPT: Final = 8  # of the newest questions
 _TRIES: Final = 8  # a question is stored just after it is counted
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from commlens.watch.nodes.beat import QUESTION
 from commlens.watch.nodes.folder_client import FolderClient
 
 
@@ -22,6 +23,9 @@ def test_a_folder_offers_the_same_calls(tmp_path: Path):
         one.add("commlens/2/n", 0),
     ]
     assert counts == [0, 1, 2, 2]
+    assert one.existing_keys(["commlens/2/n", "commlens/2/m"]) == ["commlens/2/n"]
+    assert other.add("commlens/2/n", QUESTION) == one.add("commlens/2/n", 0) == QUESTION + 2
+    assert one.add("commlens/2/n", QUESTION) == 2 * QUESTION + 2
     (tmp_path / "shared" / "mine").touch()
     with pytest.raises(OSError, match="not empty"):
         other.remove()

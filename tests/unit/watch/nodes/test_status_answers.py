@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from commlens.watch.nodes import status_answers as module
-from commlens.watch.nodes.beat import Request, key
+from commlens.watch.nodes.beat import QUESTION, Request, key
 from commlens.watch.nodes.states import States, unpack_states
 from commlens.watch.nodes.states_tree import Tree
-from commlens.watch.nodes.status_answers import QUESTION, StatusAnswer, StatusAnswers, store_request
+from commlens.watch.nodes.status_answers import StatusAnswer, StatusAnswers, store_request
 
 
 class Store:
