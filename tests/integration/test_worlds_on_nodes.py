@@ -113,6 +113,8 @@ def test_one_world_reports_for_both(two: list[Node], late: str) -> None:
         assert late.capitalize() in shown and "maybe_late" in shown and "its node" not in shown, (
             shown
         )
+        shown = asked(two, node, "dump")
+        assert "More of its processes are on" in shown, shown
     end(two)
     assert sorted(told()) == sorted([rf"VERDICT {line}", pointer])
     words = said(two[0]) + said(two[1])
