@@ -11,7 +11,7 @@ from chosen import long
 from harness import Harness
 from ports import free_port
 
-from commlens.model.cause import Ended, GroupsDiffer
+from commlens.model.cause import Ended, GroupsDiffer, StuckInside
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(180)
@@ -45,7 +45,7 @@ if how == "dead" and rank == 2:
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "late" and rank == 2:
-    time.sleep(2)
+    time.sleep(1)
 method = "env://" if how == "late" else f"file://{file}"
 dist.init_process_group("gloo", init_method=method, rank=rank, world_size=3)
 if how == "group" and rank == 2:
@@ -143,7 +143,8 @@ def test_a_rank_that_does_not_come_in_a_second_life(
 
 def test_an_address_that_the_store_kept(jobs: Harness, tmp_path: Path) -> None:
     """Both lives meet at one store, in which the addresses of the first stay. A late rank is not to
-    blame.
+    blame. The order of the addresses, which is random, decides whether a rank is refused at one or
+    waits for a connection from there.
     """
     result = jobs.run_program(
         SECOND_LIFE.lstrip(), 3, tmp_path, arguments=["late", "-"], timeout_s=60
@@ -152,8 +153,12 @@ def test_an_address_that_the_store_kept(jobs: Harness, tmp_path: Path) -> None:
         assert not result.said, str(result)
         return
     verdict = result.verdict
-    assert verdict is not None and isinstance(verdict.cause, Ended), str(result)
-    assert (verdict.cause.how, verdict.culprits) == ("kept-address", []), str(result)
+    assert verdict is not None and not verdict.culprits, str(result)
+    if isinstance(verdict.cause, StuckInside):
+        assert verdict.cause.init is not None and verdict.cause.init.again, str(result)
+        return
+    assert isinstance(verdict.cause, Ended), str(result)
+    assert verdict.cause.how == "kept-address", str(result)
     assert verdict.cause.addresses[0].startswith("127.0.0.1:")
 
 

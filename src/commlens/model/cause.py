@@ -190,6 +190,7 @@ class InitMeeting(msgspec.Struct, frozen=True, omit_defaults=True):
     address: str = ""  # where they meet, if it is of a host that was looked at
     listens: bool | None = None  # a process accepts connections there; None: unknown
     agent: bool = False  # their environment leaves the store to the launcher
+    again: bool = False  # they called init_process_group before
 
 
 CompilerPart = Literal["guards", "sizes", "partitioner", "autotuning", "group"]

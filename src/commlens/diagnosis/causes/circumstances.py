@@ -108,7 +108,7 @@ def add_init_meetings(context: Context) -> None:
             if (setup.op, setup.sequence_number) == (op.op, op.sequence_number)
             and view.rank in ranks
         }
-        add_init_meeting(case.cause, ranks, came)
+        add_init_meeting(case.cause, ranks, came, again=op.sequence_number > 1)
 
 
 def _seen_store(makers: StoreSeen | None, stores: Sequence[StoreSeen]) -> StoreSeen | None:
@@ -118,7 +118,11 @@ def _seen_store(makers: StoreSeen | None, stores: Sequence[StoreSeen]) -> StoreS
 
 
 def add_init_meeting(
-    cause: Cause, ranks: Sequence[int], came: Mapping[int, StoreSeen | None]
+    cause: Cause,
+    ranks: Sequence[int],
+    came: Mapping[int, StoreSeen | None],
+    *,
+    again: bool = False,
 ) -> None:
     """Add to a cause which ranks have called ``init_process_group``. If all have, but no process
     listens at the store's address, no rank is to blame.
@@ -127,6 +131,7 @@ def add_init_meeting(
         cause: of ranks that wait in ``init_process_group``.
         ranks: those that must call it; the first one makes the store, unless the launcher does.
         came: the ranks that have called it, each with the store as seen from its host.
+        again: these processes called it before.
     """
     maker = next(iter(ranks), 0)
     stores = [store for store in came.values() if store is not None]
@@ -139,6 +144,7 @@ def add_init_meeting(
         store.address if store is not None else "",
         store.listens if store is not None else None,
         any(each.agent for each in stores),
+        again,
     )
     if (
         isinstance(cause, StuckInside)

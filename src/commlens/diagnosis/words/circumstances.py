@@ -55,6 +55,10 @@ _AGENT = (
     "TORCHELASTIC_USE_AGENT_STORE=True, which torchrun sets, makes every rank a client of the"
     " launcher's store, so no rank makes one"
 )
+KEYS_OF_ITS_OWN = (
+    "give each init_process_group keys of its own"
+    " (store=torch.distributed.PrefixStore(name, store)), or another init_method"
+)
 _MAKE_A_STORE = (
     "store=torch.distributed.TCPStore(host, port, world_size, is_master=rank == 0), which makes the"
     " store in rank 0"
@@ -73,7 +77,14 @@ def with_init_meeting(words: Words, cause: Cause) -> Words:
         who = "A process listens" if meeting.listens else "Nobody listens"
         why = f": {_AGENT}" if meeting.agent and not meeting.listens else ""
         evidence.append(f"{who} at {meeting.address}{why}.")
-    return words._replace(evidence=evidence)
+    if not (isinstance(cause, StuckInside) and meeting.again and meeting.listens):
+        return words._replace(evidence=evidence)
+    evidence.append(
+        "These processes called init_process_group before. If they met at the same address, its"
+        " store may still have the addresses that the ranks wrote then, under the same keys: a rank"
+        " that reads one of them waits for a connection of the earlier group."
+    )
+    return words._replace(evidence=evidence, next_step=KEYS_OF_ITS_OWN)
 
 
 def _came_sentence(meeting: InitMeeting) -> str:

@@ -6,6 +6,7 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.dead import UNDECIDED, Stopped
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.circumstances import KEYS_OF_ITS_OWN
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
     death_step,
@@ -194,8 +195,7 @@ def _kept_address(context: Context, cause: Ended) -> Words:
             "let the workers of each start meet in a store of their own"
             " (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment)"
             if cause.restarts
-            else "give each init_process_group keys of its own"
-            " (store=torch.distributed.PrefixStore(name, store)), or another init_method"
+            else KEYS_OF_ITS_OWN
         ),
         evidence=phrases.exits(context, cause.ranks),
     )

@@ -53,6 +53,20 @@ def test_nothing_is_claimed_of_an_address_that_may_be_served(
     assert found.cause.init is not None and found.cause.init.came == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("life", "store", "kept"), [(1, HERE, False), (2, None, False), (2, HERE, True)]
+)
+def test_a_store_may_keep_the_addresses_of_an_earlier_call(
+    life: int, store: StoreSeen | None, kept: bool
+) -> None:
+    found = verdict(*(come(number, store, life=life) for number in range(4)))
+    assert isinstance(found.cause, StuckInside) and found.cause.init is not None
+    assert found.cause.init.again is (life > 1)
+    assert ("PrefixStore" in found.findings[0].next_step) is kept
+    if kept:
+        hold("stuck-inside/init-again", found)
+
+
 @pytest.mark.parametrize("life", [1, 2])
 def test_a_rank_that_has_not_come_is_named_wherever_the_store_is(life: int) -> None:
     late = rank(2, *([init()] if life > 1 else []), inside=False)
