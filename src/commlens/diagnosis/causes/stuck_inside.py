@@ -5,7 +5,7 @@ inside.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -32,6 +32,7 @@ log lines never tell the dtype.
 
 
 _STANDS_NS = 1_000_000_000  # a transfer that has not moved for so long stands
+_STOP_STANDS_NS = 2_000_000_000  # a debugger that looks at a process stops it for less
 
 
 class EnteredOp(NamedTuple):
@@ -137,9 +138,12 @@ def _what_holds_up(
     context: Context, meeting: EnteredOp, *, failed: bool
 ) -> tuple[StuckInside, Activity | None]:
     activities = {view.rank: context.doing(view) for view in meeting.views}
-    culprits = [
-        rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works
-    ]
+    is_unknown = context.completion_unknown(meeting.waiting)
+    victims = meeting.blocked
+    if is_unknown:
+        culprits, victims = _stand_stopped(meeting)
+    else:
+        culprits = _cannot_run(activities)
     runs_ahead = meeting.op.channel.runs_ahead
     busy = [view.rank for view in meeting.views if _burns_cpu(view) and not runs_ahead]
     inside = partial(
@@ -149,14 +153,6 @@ def _what_holds_up(
         ranks=[view.rank for view in meeting.views],
         waits=waits_of(context, meeting.edges),
     )
-    if context.completion_unknown(meeting.waiting):
-        return inside(
-            kind="waiting",
-            root_cause=False,
-            blamed_by="nobody",
-            confidence="low",
-            state="completion-unknown",
-        ), None
     if culprits:
         doing = activities[culprits[0]]
         return inside(
@@ -165,11 +161,19 @@ def _what_holds_up(
             root_cause=True,
             culprits=culprits,
             blamed_by="process",
-            victims=sorted(set(meeting.blocked) - set(culprits)),
-            confidence="high",
+            victims=sorted(set(victims) - set(culprits)),
+            confidence="medium" if is_unknown else "high",
             state="held-up",
             activity=doing_of(doing),
         ), doing
+    if is_unknown:
+        return inside(
+            kind="waiting",
+            root_cause=False,
+            blamed_by="nobody",
+            confidence="low",
+            state="completion-unknown",
+        ), None
     if busy and not failed and not context.waits_too_long(meeting.waiting):
         return inside(
             kind="waiting",
@@ -182,6 +186,38 @@ def _what_holds_up(
     if not_started := _not_started(meeting):
         return _never_started(inside, meeting, not_started), None
     return _no_progress(inside, context, meeting), None
+
+
+def _cannot_run(activities: Mapping[int, Activity]) -> list[int]:
+    return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
+
+
+def _stand_stopped(meeting: EnteredOp) -> tuple[list[int], list[int]]:
+    """Return the ranks that have been stopped for at least half of the time for which others stand
+    still, so that a short stop in a long step does not count, and these others.
+    """
+    stopped = {view.rank: ns for view in meeting.views if (ns := _stopped_ns(view))}
+    others = {view.rank: view for view in meeting.views if view.rank not in stopped}
+    stood = {rank: ns for rank, view in others.items() if (ns := _stood_ns(view))}
+    least_ns = max(_STOP_STANDS_NS, max(stood.values(), default=0) // 2)
+    culprits = [rank for rank, ns in stopped.items() if stood and ns >= least_ns]
+    return culprits, sorted(stood)
+
+
+def _stood_ns(view: RankView) -> int:
+    """Return for how long a rank has stood still after a call, as far as that is known; else 0."""
+    ages = [block.age_ns for block in view.blocks.values()]
+    if view.unknown_message is not None:
+        ages.append(view.now_ns - view.unknown_message.announced_ns)
+    return max(ages, default=0)
+
+
+def _stopped_ns(view: RankView) -> int:
+    """Return for how long a process has been stopped: since the last beat of its watchdog."""
+    seen = view.log.observation
+    if seen.suspended not in ("stopped", "debugged") or (seen.stopped_fraction or 0.0) <= 0.5:
+        return 0
+    return view.now_ns - view.log.heartbeat_ns if view.log.heartbeat_ns else 0
 
 
 def _never_started(

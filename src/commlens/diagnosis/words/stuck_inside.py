@@ -111,15 +111,30 @@ def _held_up(context: Context, case: StuckCase) -> Words:
     meeting, culprits = case.meeting, case.cause.culprits
     others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
     assert case.doing is not None
+    cannot_run = f"{ranks_phrase(culprits)} {activity_words(case.doing, culprits)}"
+    if context.completion_unknown(meeting.waiting):
+        stand = ranks_and_verb(case.cause.victims, "stands", "stand")
+        return Words(
+            summary=f"{cannot_run} after {_name(meeting)}; {stand} still, too",
+            explanation=_nothing_tells(meeting),
+            next_step=missing_step(case.doing, culprits),
+            would_raise_confidence=(
+                f"It is certain if the job goes on when {ranks_phrase(culprits)} can run again."
+            ),
+        )
     return Words(
         summary=(
-            f"{ranks_phrase(culprits)} {activity_words(case.doing, culprits)}"
-            f" inside {_name(meeting)}; {ranks_and_verb(others, 'waits', 'wait')} there"
+            f"{cannot_run} inside {_name(meeting)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
         explanation=_explanation(context, meeting),
         next_step=missing_step(case.doing, culprits),
         evidence=_errors(meeting),
     )
+
+
+def _nothing_tells(meeting: EnteredOp) -> str:
+    reason = completion_unknown(meeting.op.channel)
+    return f"Nothing tells how far their devices are: {reason}"
 
 
 def _completion_unknown(_: Context, case: StuckCase) -> Words:
@@ -131,7 +146,7 @@ def _completion_unknown(_: Context, case: StuckCase) -> Words:
         ),
         explanation=prose(
             "All ranks have issued it and agree on what was compared.",
-            "Nothing tells how far their devices are: " + completion_unknown(meeting.op.channel),
+            _nothing_tells(meeting),
         ),
         next_step=_RECORD_COMPLETION.get(meeting.op.channel.completion, RECORD_COMPLETION)
         + stuck_step(meeting.op, meeting.views),

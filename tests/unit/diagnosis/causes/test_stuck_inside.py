@@ -8,7 +8,7 @@ from builders import Job, training
 from goldens import hold
 from judging import judge
 
-from commlens.model.collective import Channel, LearnedHow, State
+from commlens.model.collective import Channel, CollectiveArgs, LearnedHow, State
 from commlens.model.ranklog import End, Observation, RankLog
 
 
@@ -38,9 +38,7 @@ def test_stopped_inside() -> None:
     hold("stuck-inside/stopped", verdict)
 
 
-@pytest.mark.parametrize("completion", ["status", "hooks", "unknown"])
-def test_why_completion_is_unknown_depends_on_the_backend(completion: str) -> None:
-    """Advice that does not help with a backend is not given."""
+def completion_unknown(completion: str) -> list[RankLog]:
     logs = stuck_inside()
     for log in logs:
         for op in log.collectives:
@@ -48,6 +46,73 @@ def test_why_completion_is_unknown_depends_on_the_backend(completion: str) -> No
             op.channel = Channel(group, "cuda", runs_ahead=True, completion=completion)
         last = log.collectives[-1]
         last.state, last.learned_how = State.UNKNOWN, LearnedHow.UNKNOWN
-    verdict = judge(logs)
+    return logs
+
+
+@pytest.mark.parametrize("completion", ["status", "hooks", "unknown"])
+def test_why_completion_is_unknown_depends_on_the_backend(completion: str) -> None:
+    """Advice that does not help with a backend is not given."""
+    verdict = judge(completion_unknown(completion))
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
     hold(f"stuck-inside/completion-{completion}", verdict)
+
+
+def stop(log: RankLog, seconds: float, *, by: str = "T", window_s: float = 10.0) -> None:
+    """Let a process be stopped until now."""
+    share = min(1.0, seconds / window_s)
+    log.observation = Observation(
+        End.RUNNING, window_s=window_s, cpu_s=0.0, proc_state=by, stopped_fraction=share
+    )
+    log.heartbeat_ns = log.captured_ns - int(seconds * 1e9)
+
+
+@pytest.mark.parametrize("by", ["T", "t"])
+def test_a_rank_that_stays_stopped_decides_where_completion_is_unknown(by: str) -> None:
+    logs = completion_unknown("hooks")
+    stop(logs[1], 29.0, by=by)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("stuck-inside", "stopped", [1])
+    assert (verdict.victims, verdict.confidence) == ([0, 2, 3], "medium")
+    hold(f"stuck-inside/stopped-unknown-{'stopped' if by == 'T' else 'debugged'}", verdict)
+
+
+def test_a_rank_that_stays_stopped_decides_where_others_stand_in_messages() -> None:
+    """Their collective completed; what they do since then needs the stopped rank."""
+    logs = completion_unknown("hooks")
+    stop(logs[1], 29.0)
+    for log in logs:
+        if log.rank != 1:
+            last = log.collectives[-1]
+            last.state, last.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
+            args = CollectiveArgs("recv", "recv_")
+            message = msgspec.structs.replace(
+                last, index=12, peer=1, args=args, state=State.UNKNOWN,
+                learned_how=LearnedHow.UNKNOWN,
+            )  # fmt: skip
+            log.collectives.append(message)
+    verdict = judge(logs)
+    assert (verdict.why, verdict.culprits, verdict.victims) == ("stopped", [1], [0, 2, 3])
+    for log in logs:
+        if log.rank != 1:
+            log.collectives.pop()
+    verdict = judge(logs)
+    assert verdict.culprits == [], "the others may compute, and not need it yet"
+
+
+@pytest.mark.parametrize(
+    ("stopped", "seconds", "window_s"),
+    [
+        ([1], 1.5, 2.0),  # a debugger that looks at it
+        ([1], 9.0, 10.0),  # in a step that has lasted for 30 s
+        ([1], 3.0, 10.0),  # not for most of the time in which it was observed
+        ([0, 1, 2, 3], 29.0, 10.0),  # the job is paused
+    ],
+)
+def test_no_rank_is_named_for_a_short_stop_or_a_pause(
+    stopped: list[int], seconds: float, window_s: float
+) -> None:
+    logs = completion_unknown("hooks")
+    for rank in stopped:
+        stop(logs[rank], seconds, window_s=window_s)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("waiting", [])
