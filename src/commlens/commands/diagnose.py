@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
+from datetime import datetime, time
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +65,15 @@ class DiagnoseCommand:
             ),
         )
         parser.add_argument(
+            "--since",
+            type=_step_or_time,
+            metavar="WHEN",
+            help=(
+                "for --slow, use only the records since this step (4120) or this time in UTC"
+                " (12:03:40 or 2026-11-30T12:03:40)"
+            ),
+        )
+        parser.add_argument(
             "--health",
             type=Path,
             metavar="FOLDER",
@@ -84,6 +95,11 @@ class DiagnoseCommand:
             raise CommandError(
                 "--group and --ranks only select what --entries shows: give --entries, too. The"
                 " verdict always uses all evidence."
+            )
+        if arguments.since is not None and not arguments.slow:
+            raise CommandError(
+                "--since only selects what --slow shows: give --slow, too. The verdict always uses"
+                " all evidence."
             )
         from commlens.commands.progress import ProgressBar
         from commlens.diagnosis.api import examine_paths
@@ -111,7 +127,7 @@ class DiagnoseCommand:
 
             print_verdict(verdict)
             if arguments.slow:
-                _print_pace(examined)
+                _print_pace(examined, arguments.since)
             if side_by_side:
                 _print_entries(arguments, paths, examined)
         if arguments.html is not None:
@@ -156,13 +172,22 @@ def exit_status(verdict: Verdict) -> int:
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
 
 
-def _print_pace(examined: ExaminedJob) -> None:
+def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> None:
     from commlens.commands.table import print_table
     from commlens.reports.step_table import change_words, period_words
     from commlens.speed import pace, rhythm
-    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
+    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase, utc
 
     logs = [view.log for _, view in sorted(examined.job.views.items())]
+    if since is not None:
+        newest = [log.collectives[-1] for log in logs if log.collectives]
+        logs = rhythm.since(logs, since)
+        if newest and not all(log.collectives for log in logs):
+            last = max(newest, key=lambda op: op.announced_ns)
+            raise CommandError(
+                f"--since {since}: not all ranks have records since then; the last is of step"
+                f" {last.step:,} ({utc(last.announced_ns)})."
+            )
     measured = pace.measure(logs)
     print()
     if measured is None:
@@ -252,6 +277,18 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
                 f"There are no entries to show of a group named {name}; the groups are:"
                 f" {known or 'none'}."
             )
+
+
+def _step_or_time(text: str) -> int | time | datetime:
+    if text.isascii() and (step := text.replace(",", "")).isdecimal():
+        return int(step)
+    for parse in (time.fromisoformat, datetime.fromisoformat):
+        with suppress(ValueError):
+            return parse(text.removesuffix(" UTC").removesuffix("Z"))
+    raise argparse.ArgumentTypeError(
+        f"{text[:40]!r} is neither a step such as 4120 nor a time such as 12:03:40 or"
+        " 2026-11-30T12:03:40"
+    )
 
 
 def _rows(text: str) -> int:

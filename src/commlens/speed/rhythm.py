@@ -9,10 +9,13 @@ regular intervals, and if no rank waits in them for one certain rank, as in a br
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import datetime, time, timedelta, timezone
 from itertools import pairwise
 from statistics import mean, median, quantiles
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
@@ -54,6 +57,28 @@ def first_moments(log: RankLog) -> dict[int, int]:
         if op.announced_ns:
             first.setdefault(op.step, op.announced_ns)
     return {step: first[step] for step in sorted(first)[1:]}
+
+
+def since(logs: Sequence[RankLog], when: int | time | datetime) -> list[RankLog]:
+    """Return the logs with only the collectives since a step, or since a time in UTC. A time of day
+    is the one closest to the end of the records.
+    """
+    if isinstance(when, int):
+        step = when
+        return [_filtered(log, lambda op: op.step >= step) for log in logs]
+    if isinstance(when, time):
+        end = datetime.fromtimestamp(max(log.captured_ns for log in logs) * _NS, timezone.utc)
+        zone = when.tzinfo or timezone.utc
+        days = [end.date() + timedelta(days) for days in (-1, 0, 1)]
+        when = min(
+            (datetime.combine(day, when, zone) for day in days), key=lambda at: abs(at - end)
+        )
+    when_ns = int((when if when.tzinfo else when.replace(tzinfo=timezone.utc)).timestamp() / _NS)
+    return [_filtered(log, lambda op: op.announced_ns >= when_ns) for log in logs]
+
+
+def _filtered(log: RankLog, is_kept: Callable[[Collective], bool]) -> RankLog:
+    return replace(log, collectives=[op for op in log.collectives if is_kept(op)])
 
 
 def _kind_of(op: Collective) -> Hashable:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from datetime import datetime, timezone
 
 import pytest
 from builders import MS, START, S
@@ -14,6 +16,8 @@ from commlens.commands import main
 from commlens.diagnosis.examine import examine_logs
 from commlens.model.cause import Straggler
 from commlens.speed.pace import find_slow_in_records, find_slow_ranks, measure, recent
+from commlens.speed.rhythm import first_moments
+from commlens.text import utc
 
 
 @pytest.mark.parametrize(("how", "device"), [("wait", "cpu"), ("cpp", "cpu"), ("wait", "cuda")])
@@ -137,6 +141,40 @@ def test_diagnose_shows_how_long_each_rank_waits(
     assert main(["diagnose", ".", "--slow"]) == 0
     assert "How long each rank waits is unknown" in capsys.readouterr().out
     assert main(["diagnose", ".", "--slow", "--json"]) == 2
+
+
+def test_diagnose_shows_how_long_each_rank_waits_since_a_step_or_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that is slow in the second half of the job waits least since then by more than in
+    all.
+    """
+    logs = job(4, 400, lambda rank, step: 100.0 + 50.0 * (rank == 2 and step >= 200))
+    monkeypatch.setattr(
+        "commlens.diagnosis.api.examine_paths", lambda *_, **__: examine_logs(logs, slow=True)
+    )
+    changed_ns = first_moments(logs[0])[200]
+    clock, day = utc(changed_ns), datetime.fromtimestamp(changed_ns / 1e9, timezone.utc).date()
+
+    def shown(*options: str) -> str:
+        main(["diagnose", ".", "--slow", *options])
+        return capsys.readouterr().out.split("In the last ")[1]
+
+    assert "(399 steps)" in shown()
+    for when in ("200", clock, clock.removesuffix(" UTC"), f"{day}T{clock[:8]}Z"):
+        text = shown("--since", when)
+        steps = int(re.findall(r"\((\d+) steps\)", text)[0])
+        assert 190 <= steps <= 210, text
+        assert re.search(r"Rank 2 waits least: 3[23]% of the time less", text), text
+        assert "Since step" not in text, "no step before is looked at"
+
+    assert main(["diagnose", ".", "--slow", "--since", "9,000"]) == 2
+    assert "the last is of step 399 (" in capsys.readouterr().err
+    assert main(["diagnose", ".", "--since", "200"]) == 2
+    assert "give --slow, too" in capsys.readouterr().err
+    for wrong in ("noon", "-1", "25:00", ""):
+        assert main(["diagnose", ".", "--slow", f"--since={wrong}"]) == 2
+        assert "is neither a step such as 4120 nor a time" in capsys.readouterr().err
 
 
 def test_clocks_of_several_hosts_are_not_compared() -> None:
