@@ -50,8 +50,13 @@ _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = (
     Phase.OUTSIDE,
 )
 _Tensor = torch.Tensor
-_NOWHERE = -2
+_NO_NODE = -2
 _SPECS_LIMIT = 1_000
+
+Place = ModuleCall | Phase | tuple[Phase, str | None]
+"""Where an op runs: inside a module's forward, in a phase outside of all modules, or in the phase
+of the module with this path. `_phase_and_path` makes the second and third of all three.
+"""
 
 
 class ArgumentLayout(NamedTuple):
@@ -99,27 +104,36 @@ class _OpSchema:
 _known: dict[int, _OpSchema] = {}
 
 
-class _ThreadPlace:
-    """A thread's state and its last known place: consecutive ops mostly run in one place."""
+class _Thread:
+    """What one thread runs now, and the place of its last op inside a backward."""
 
-    __slots__ = ("call", "issued", "number", "optimizers", "optimizing_in", "place", "recomputing")
+    __slots__ = (
+        "issued",
+        "last_call",
+        "last_node",
+        "last_place",
+        "optimizer_pass",
+        "optimizer_steps",
+        "recomputing",
+    )
 
     def __init__(self) -> None:
         self.issued = 0  # collectives that the tap has reported
-        self.optimizers = 0  # running optimizer steps
-        # the backward pass inside which the innermost of them began; -1 outside of any
-        self.optimizing_in = -1
-        # the nodes that recompute a forward, and their backward passes: innermost last
+        self.optimizer_steps = 0  # that run, one inside the other
+        # the backward pass inside whose hooks the innermost of them began; -1 outside of any
+        self.optimizer_pass = -1
+        # nodes that recompute a forward, each with its backward pass; the innermost is the last
         self.recomputing: list[tuple[int, int]] = []
-        self.call: ModuleCall | None = None
-        self.number = _NOWHERE
-        self.place: Any = None
+        # Consecutive ops mostly run in one autograd node and module call: their place is kept.
+        self.last_node = _NO_NODE
+        self.last_call: ModuleCall | None = None
+        self.last_place: Place = _OUTSIDE
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         # one object, since looking up each attribute of a thread-local one is slow
-        self.here = _ThreadPlace()
+        self.here = _Thread()
 
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,7 +183,9 @@ class OpsMode(EagerMode):
         self._modules = modules
         self._on_collective = on_collective
         self._shapes = shapes
-        # five items per op: an object per op would keep the garbage collector busy
+        # Five items an op: the op, its place, the specs of its DTensors or None, the shapes of its
+        # plain tensors, the sequence number of the last collective before it. An object for each
+        # op would keep the garbage collector busy.
         self._fresh: list[Any] = []
         self._settled: list[OpRecord] = []
         self._after = array("q")  # per record, the sequence number of the last collective before it
@@ -258,7 +274,7 @@ class OpsMode(EagerMode):
         scope, thread = functional_scope, self._thread.here
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
-        entry = (kind.op, place, None, shapes, self._sequence)
+        before = self._sequence
         issued, outer = thread.issued, scope.packet
         if kind.packet is not None:
             scope.packet = kind.packet
@@ -266,7 +282,7 @@ class OpsMode(EagerMode):
             result = kind.op(*args, **kwargs)
         finally:
             scope.packet = outer
-        self._fresh += entry
+        self._fresh += (kind.op, place, None, shapes, before)
         if thread.issued == issued:
             for listener in self.on_unissued:
                 listener(kind.packet or kind.op._overloadpacket, *_phase_and_path(place))
@@ -280,43 +296,39 @@ class OpsMode(EagerMode):
 
     # --- where an op runs
 
-    def _place(self) -> Any:
-        """Return a module call, a phase, or phase and path, for ``_phase_and_path``."""
+    def _place(self) -> Place:
         stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
-        if node is None:
-            return call or (_OPTIMIZER if here.optimizers else _OUTSIDE)
-        if here.optimizers and here.optimizing_in == torch._C._current_graph_task_id():
+        if node is None:  # no backward runs on this thread
+            return call or (_OPTIMIZER if here.optimizer_steps else _OUTSIDE)
+        if here.optimizer_steps and here.optimizer_pass == torch._C._current_graph_task_id():
             return _OPTIMIZER
         number = node._sequence_nr()
         recomputing = bool(here.recomputing) and here.recomputing[-1] == (number, current_pass())
-        # the latter also in a double backward, and in a recomputation that torch does not run
+        # Gradients are recorded in a double backward, and in a recomputation that torch does not
+        # run: the stack tells these two apart.
         if recomputing or torch.is_grad_enabled():
-            here.number = _NOWHERE
-            return self._place_while_recording(node, number, call, recomputing=recomputing)
-        if number == here.number and call is here.call:
-            return here.place
-        phase, located = self._modules.locate_node(number, call)
-        here.number, here.call = number, call
-        place: Any
-        if located is not None:
-            place = self._place_of(phase, located.row)
-        else:
-            if number >= FIRST_ACCUMULATION:
-                here.number = _NOWHERE  # these share their numbers
-            place = (phase, self._modules.accumulating_path(node))
-        here.place = place
-        return place
+            here.last_node = _NO_NODE
+            return self._place_in_node(node, number, call, recomputing or None)
+        if number != here.last_node or call is not here.last_call:
+            here.last_place = self._place_in_node(node, number, call, recomputing)
+            # nodes that accumulate gradients share their number
+            here.last_node = number if number < FIRST_ACCUMULATION else _NO_NODE
+            here.last_call = call
+        return here.last_place
 
-    def _place_while_recording(
-        self, node: Any, number: int, call: ModuleCall | None, *, recomputing: bool
-    ) -> Any:
+    def _place_in_node(
+        self, node: Any, number: int, call: ModuleCall | None, recomputing: bool | None
+    ) -> Place:
+        """Return the place of an op inside an autograd node; ``recomputing``: None if only the
+        stack tells.
+        """
         phase, located = self._modules.locate_node(number, call)
-        if phase is _BACKWARD and number < FIRST_ACCUMULATION and (recomputing or _in_checkpoint()):
-            phase = _RECOMPUTATION
-        if located is not None:
-            return self._place_of(phase, located.row)
-        return phase, self._modules.accumulating_path(node)
+        if phase is _BACKWARD and number < FIRST_ACCUMULATION and recomputing is not False:
+            phase = _RECOMPUTATION if recomputing or _in_checkpoint() else _BACKWARD
+        if located is None:
+            return phase, self._modules.accumulating_path(node)
+        return self._place_of(phase, located.row)
 
     def _place_of(self, phase: Phase, row: ModuleRow) -> tuple[Phase, str]:
         known = self._backward_places.get(row) if phase is _BACKWARD else None
@@ -330,12 +342,12 @@ class OpsMode(EagerMode):
 
     def _optimizer_begins(self, *_: Any) -> None:
         here = self._thread.here
-        here.optimizers += 1
-        here.optimizing_in = torch._C._current_graph_task_id()
+        here.optimizer_steps += 1
+        here.optimizer_pass = torch._C._current_graph_task_id()
 
     def _optimizer_ended(self, *_: Any) -> None:
         here = self._thread.here
-        here.optimizers = max(0, here.optimizers - 1)
+        here.optimizer_steps = max(0, here.optimizer_steps - 1)
 
     # --- turning the hot path's items into records
 
@@ -384,10 +396,10 @@ class OpsMode(EagerMode):
         return layout
 
 
-def _phase_and_path(place: Any) -> tuple[Phase | None, str | None]:
-    if type(place) is ModuleCall:
+def _phase_and_path(place: Place) -> tuple[Phase | None, str | None]:
+    if isinstance(place, ModuleCall):
         return (Phase.FORWARD if place.recomputed_by is None else _RECOMPUTATION), place.row.path
-    return place if type(place) is tuple else (place, None)
+    return place if isinstance(place, tuple) else (place, None)
 
 
 def _specs(args: Any) -> tuple[Any, ...]:
