@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
@@ -30,6 +30,22 @@ _PRINTED_MAX: Final = 5
 _OPEN_MAX: Final = 4096
 
 
+class Counted(NamedTuple):
+    """A hazard of which only the number of calls and their stack's place in the box are known."""
+
+    what: HazardKind
+    times: int
+    position: int  # of the stack in the box
+    group: str = ""  # of "many-groups": its ranks
+
+
+class Found(NamedTuple):
+    """A hazard, and the position of its stack in the box."""
+
+    hazard: Hazard
+    position: int
+
+
 class Unwaited:
     """The Works of asynchronous calls that the program has not waited for, and whose state or
     future it has not asked for.
@@ -39,21 +55,22 @@ class Unwaited:
     """
 
     def __init__(self) -> None:
-        self.open: dict[int, int] = {}  # by id: the position of the stack
+        # positions of the calls' stacks in the box
+        self.open: dict[int, int] = {}  # by the Work's id
         self.freed: Counter[int] = Counter()
 
-    def issued(self, work: Any, stack: int) -> None:
-        """Note that an asynchronous call returned ``work``."""
+    def issued(self, work: Any, position: int) -> None:
+        """Note that an asynchronous call, with its stack at this position, returned ``work``."""
         key = id(work)
         former = self.open.get(key)
         if former is not None:
             self.freed[former] += 1
         elif len(self.open) >= _OPEN_MAX:
             return
-        self.open[key] = stack
+        self.open[key] = position
 
     def found(self) -> Counter[int]:
-        """Return the number of Works that were never waited for, by stack."""
+        """Return the number of Works that were never waited for, by their stack's position."""
         return self.freed + Counter(self.open.values())
 
 
@@ -63,34 +80,25 @@ class Hazards:
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
         self.of_buffers: Callable[[], list[Hazard]] = list  # set if a BufferWatch runs
-        self._not_a_member: Counter[int] = Counter()
+        self._not_a_member: Counter[int] = Counter()  # calls, by their stack's position
         self._groups = MadeGroups()
 
     def not_a_member(self) -> None:
         """Note a call with a group that this rank is not in; torch warns of it and does nothing."""
-        self._not_a_member[self._stack()] += 1
+        self._not_a_member[self._callers_position()] += 1
 
     def group_made(self, ranks: Any) -> None:
         """Note that a group was made."""
-        self._groups.note(self._stack(), ranks)
+        self._groups.note(self._callers_position(), ranks)
 
-    def _stack(self) -> int:
+    def _callers_position(self) -> int:
         return int(self._recorder.stacks.position(sys._getframe(2)))
 
     def report(self, folder: Path) -> None:
         """Write all into the box, and log those that no other rank of this node has logged."""
-        candidates: list[tuple[HazardKind, int, int, str]] = [
-            ("never-waited", times, stack, "")
-            for stack, times in sorted(self._recorder.unwaited_works().items())
-        ]
-        candidates += [
-            ("not-a-member", times, stack, "") for stack, times in self._not_a_member.items()
-        ]
-        candidates += [
-            ("many-groups", many.times, many.maker, many.ranks) for many in self._groups.many()
-        ]
+        counted = self._counted()
         of_buffers = self.of_buffers()
-        if not candidates and not of_buffers:
+        if not counted and not of_buffers:
             return
         # These need msgspec, which recording does without.
         from commlens.blackbox.reader import OpenBox
@@ -98,59 +106,60 @@ class Hazards:
 
         writer = self._recorder.writer
         with OpenBox(writer.path) as box:
-            stacks = box.stacks({stack for _, _, stack, _ in candidates})
-        written = [(each, self._written(each.stack)) for each in of_buffers[:_OF_BUFFERS_MAX]]
-        written += [
-            (Hazard(what, times, stacks[stack] or (), group), stack)
-            for what, times, stack, group in candidates
-        ]
-        hazards = _by_line(written)
-        found = [
-            {
-                "what": hazard.what,
-                "times": hazard.times,
-                "stack": stack,
-                "group": hazard.group,
-                "touch": self._touch(hazard),
-            }
-            for hazard, stack in hazards[:_FOUND_MAX]
-        ]
-        if found:
-            writer.word(L.HAZARDS, writer.add_blob({"k": "hazards", "found": found}))
+            stacks = box.stacks({each.position for each in counted})
+        found = [Found(each, self._write(each.stack)) for each in of_buffers[:_OF_BUFFERS_MAX]]
+        for what, times, position, group in counted:
+            found.append(Found(Hazard(what, times, stacks[position] or (), group), position))
+        hazards = _joined_by_line(found)
+        if hazards:
+            records = [self._as_record(*each) for each in hazards[:_FOUND_MAX]]
+            writer.word(L.HAZARDS, writer.add_blob({"k": "hazards", "found": records}))
         for hazard, _ in hazards[:_PRINTED_MAX]:
             _log_once(folder, hazard)
 
-    def _touch(self, hazard: Hazard) -> dict[str, Any] | None:
+    def _counted(self) -> list[Counted]:
+        never_waited = sorted(self._recorder.unwaited_works().items())
+        return [
+            *(Counted("never-waited", times, position) for position, times in never_waited),
+            *(Counted("not-a-member", n, position) for position, n in self._not_a_member.items()),
+            *(Counted("many-groups", g.times, g.maker, g.ranks) for g in self._groups.many()),
+        ]
+
+    def _as_record(self, hazard: Hazard, position: int) -> dict[str, Any]:
         touch = hazard.touch
-        if touch is None:
-            return None
         return {
-            "op": touch.op,
-            "access": touch.access,
-            "operand": touch.operand,
-            "tensor": touch.tensor,
-            "stack": self._written(touch.stack),
+            "what": hazard.what,
+            "times": hazard.times,
+            "stack": position,
+            "group": hazard.group,
+            "touch": touch
+            and {
+                "op": touch.op,
+                "access": touch.access,
+                "operand": touch.operand,
+                "tensor": touch.tensor,
+                "stack": self._write(touch.stack),
+            },
         }
 
-    def _written(self, stack: Stack) -> int:
+    def _write(self, stack: Stack) -> int:
         frames = [[frame.file, frame.line, frame.function] for frame in stack]
         return int(self._recorder.writer.add_blob({"k": "stack", "f": frames}))
 
 
-def _by_line(found: list[tuple[Hazard, int]]) -> list[tuple[Hazard, int]]:
+def _joined_by_line(found: list[Found]) -> list[Found]:
     """Join the hazards of each line. A line may have several stacks: a dispatch mode adds frames
     while it is on.
     """
     from msgspec.structs import replace
 
-    merged: dict[Any, tuple[Hazard, int]] = {}
-    for hazard, stack in found:
+    joined: dict[Any, Found] = {}
+    for hazard, position in found:
         if hazard.source is not None:
             key = hazard.lines, hazard.group
-            earlier = merged.get(key)
-            times = hazard.times + (earlier[0].times if earlier is not None else 0)
-            merged[key] = replace(hazard, times=times), stack
-    return list(merged.values())
+            before = joined[key].hazard.times if key in joined else 0
+            joined[key] = Found(replace(hazard, times=before + hazard.times), position)
+    return list(joined.values())
 
 
 def _log_once(folder: Path, hazard: Hazard) -> None:

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from commlens.health.changes import WORKING, Sources
 from commlens.model.health import RankPlace, gpus_by_index
 
-VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-CHOICES: Final = {
+VISIBLE_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+ADAPTER_CHOICES: Final = {
     "infiniband": ("NCCL_IB_HCA",),
     "network": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
 }
@@ -58,7 +58,7 @@ def _index(process: RankOfNode, gpus: int) -> int:
     if process.local_rank is None:
         return -1
     visible = next(
-        (process.environment[name] for name in VISIBLE if name in process.environment), None
+        (process.environment[name] for name in VISIBLE_DEVICES if name in process.environment), None
     )
     if visible is None:
         return process.local_rank
@@ -80,7 +80,7 @@ def networks(
     """
     chosen: list[str] = []
     unlisted = set(went_down)
-    for source, variables in CHOICES.items():
+    for source, variables in ADAPTER_CHOICES.items():
         patterns = [environment[name] for name in variables if environment.get(name, "").strip()]
         parts = sources.get(source, {})
         unlisted -= parts.keys()

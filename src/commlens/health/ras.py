@@ -19,7 +19,7 @@ import msgspec
 from commlens.model.health import RasCommunicator, RasRank, RasReport
 from commlens.model.store_identity import parse_address
 
-VARIABLE: Final = "NCCL_RAS_ADDR"
+RAS_ADDRESS: Final = "NCCL_RAS_ADDR"
 DEFAULT_PORT: Final = 28028
 _PROTOCOL: Final = 2
 _NCCL_WAITS_S: Final = 2  # for the job's other processes; beyond it, it answers without them
@@ -35,7 +35,7 @@ class _SilentError(Exception):
 
 def address(environment: Mapping[str, str]) -> tuple[str, int]:
     """Return the host and port of the service, as the job's environment names them."""
-    host, port = parse_address(environment.get(VARIABLE, "").strip())
+    host, port = parse_address(environment.get(RAS_ADDRESS, "").strip())
     return host.strip("[]") or "localhost", int(port or DEFAULT_PORT)
 
 

@@ -22,7 +22,7 @@ from commlens.health.sources import normal_address
 from commlens.model.health import NodeHealth, gpus_by_index
 from commlens.model.topology import HostPlace, Inventory, natural, rail_of
 
-VARIABLES: Final = (
+TOPOLOGY_VARIABLES: Final = (
     "NCCL_TOPO_FILE",
     "NCCL_TOPO_DUMP_FILE",
     "SLURM_TOPOLOGY_ADDR",
@@ -96,7 +96,7 @@ def find_layout(
         inventory: the user's.
     """
     told = inventory.of(host) if inventory is not None else HostPlace()
-    files = (environment.get(name, "") for name in VARIABLES[:2])
+    files = (environment.get(name, "") for name in TOPOLOGY_VARIABLES[:2])
     gpus = gpus_by_index(sources)
     found = (
         {gpus[index]: nic for index, nic in enumerate(told.rails) if nic and index in gpus},

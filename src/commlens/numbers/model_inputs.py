@@ -1,5 +1,5 @@
-"""The inputs of data-parallel models, and the ranks that must read others: those of a module in
-DDP, FSDP1 or FSDP2.
+"""Hands over the inputs of each data-parallel model (in DDP, FSDP1 or FSDP2) before its forward
+pass, with the ranks that must each read inputs of their own.
 
 torch's private names: FSDP1's ``_inter_node_pg``; FSDP2's ``FSDPState``, its ``_root_pre_forward``,
 and ``_state_ctx`` (tried with torch 2.13). A module without these names is not watched.
@@ -21,12 +21,15 @@ from commlens.tap.groups import memberships
 
 log = logging.getLogger("commlens")
 
-Note = Callable[[Any, Callable[[], tuple[int, ...]], Any], None]
-"""Gets a module, a function that returns the ranks with other inputs, and the module's inputs."""
+Ranks = tuple[int, ...]
+Note = Callable[[Any, Callable[[], Ranks], Any], None]
+"""Gets a module, a function that returns the ranks with inputs of their own (none: they may share
+some), and this rank's inputs.
+"""
 
 
 def watch(note: Note) -> None:
-    """Hand the inputs of all data-parallel modules over, before each forward pass."""
+    """Call ``note`` before each forward pass of a data-parallel module."""
     _wrap_forward(DistributedDataParallel, note, lambda module: group_ranks(module.process_group))
     try:
         from torch.distributed.fsdp import FullyShardedDataParallel
@@ -35,14 +38,14 @@ def watch(note: Note) -> None:
         _wrap_forward(
             FullyShardedDataParallel,
             note,
-            lambda module: _without_inner_groups(group_ranks(module.process_group), ()),
+            lambda module: _unless_divided(group_ranks(module.process_group)),
         )
         _wrap_fsdp2(note)
     except (ImportError, AttributeError) as error:
         log.debug("commlens: the inputs of FSDP are not compared: %s", error)
 
 
-def _wrap_forward(kind: Any, note: Note, ranks_of: Callable[[Any], tuple[int, ...]]) -> None:
+def _wrap_forward(kind: Any, note: Note, ranks_of: Callable[[Any], Ranks]) -> None:
     original = kind.forward
 
     @functools.wraps(original)
@@ -69,30 +72,28 @@ def _wrap_fsdp2(note: Note) -> None:
     FSDPState._root_pre_forward = _root_pre_forward
 
 
-def _ranks_of_fsdp2(state: Any) -> tuple[int, ...]:
+def _ranks_of_fsdp2(state: Any) -> Ranks:
     """Return the ranks of the largest mesh over which a model is sharded and replicated."""
     meshes = [
         group.mesh_info.mesh
-        for each in state._state_ctx.all_states
-        for group in fsdp2_groups(each)
+        for module_state in state._state_ctx.all_states
+        for group in fsdp2_groups(module_state)
         if not getattr(group.mesh_info, "is_spmd_mesh", False)
     ]
     if not meshes:
         return ()
     mesh = max(meshes, key=lambda mesh: int(mesh.size()))
-    dims = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-    return _without_inner_groups(mesh_ranks(mesh), dims)
+    of_dims = [group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
+    return _unless_divided(mesh_ranks(mesh), of_dims)
 
 
-def _without_inner_groups(
-    ranks: tuple[int, ...], own: Iterable[tuple[int, ...]]
-) -> tuple[int, ...]:
-    """Return the ranks; none if some of them form a group of their own beside those of FSDP. Such
-    ranks may share a batch on purpose, as those that split a sequence do.
+def _unless_divided(ranks: Ranks, groups_of_fsdp: Iterable[Ranks] = ()) -> Ranks:
+    """Return the ranks; none if the program has made a group of some of them: these may share a
+    batch on purpose, as ranks that split a sequence do.
     """
-    known = {ranks, *own}
-    inner = (each for each in memberships() if len(each) > 1 and each not in known)
-    return () if any(set(each) < set(ranks) for each in inner) else ranks
+    of_program = set(memberships()) - {ranks, *groups_of_fsdp}
+    divided = any(len(group) > 1 and set(group) < set(ranks) for group in of_program)
+    return () if divided else ranks
 
 
 def is_training(module: Any) -> bool:

@@ -21,7 +21,7 @@ _DEEPEST: Final = 8  # PrefixStores around a store
 _prefixes: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 """PrefixStore -> its address with all its prefixes, which torch does not tell later."""
 _made: MutableMapping[Any, tuple[str, int]] = weakref.WeakKeyDictionary()
-"""Group -> its store, and how many groups of its size this process had made with that store."""
+"""Group -> its store's name and its ordinal, as in `Membership`."""
 _stores: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 """Group -> its store, for a torch whose groups do not tell it (2.6)."""
 _by_hand: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()
@@ -29,6 +29,7 @@ _by_hand: MutableMapping[Any, bool] = weakref.WeakKeyDictionary()
 _generations: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 """Group that got other members while it lived -> a name of its members that all of them know."""
 _counts: Counter[tuple[str, int]] = Counter()
+"""The groups that this process has made, by the store's name and the group's size."""
 
 
 class Membership(NamedTuple):
@@ -48,9 +49,9 @@ def note_prefix(store: Any, inner: Any, prefix: str) -> None:
 def note_backend(process_group: Any) -> None:
     """Note that a group gets a backend, which makes it usable: its store is known now."""
     if process_group not in _made:
-        key = store_name(group_store(process_group)), process_group.size()
-        _made[process_group] = (key[0], _counts[key])
-        _counts[key] += 1
+        store = store_name(group_store(process_group))
+        made = count_made(process_group.rank(), process_group.size(), store)
+        _made[process_group] = (store, made.ordinal)
 
 
 def membership(member: int, size: int, store: Any, name: str = "") -> Membership:
@@ -91,21 +92,27 @@ def hand_made(process_group: Any, world: Any) -> Membership | None:
         process_group: the group.
         world: ``distributed_c10d._world``.
     """
-    default = world.default_pg
+    member, size = process_group.rank(), process_group.size()
     if (generation := _generations.get(process_group)) is not None:
-        return Membership(process_group.rank(), process_group.size(), generation, 0)
-    if process_group is default:
+        return Membership(member, size, generation, 0)
+    if process_group is world.default_pg or _torch_maps(process_group, member, world):
         return None
-    mapping = world.pg_group_ranks.get(process_group)
-    if mapping is not None and process_group not in _by_hand:
-        member = process_group.rank()
-        is_possible = default is None or (
-            mapping.get(default.rank(), member) == member and len(mapping) <= default.size()
-        )
-        if is_possible:
-            return None
     store, ordinal = _made.get(process_group) or ("", 0)
-    return Membership(process_group.rank(), process_group.size(), store, ordinal)
+    return Membership(member, size, store, ordinal)
+
+
+def _torch_maps(process_group: Any, member: int, world: Any) -> bool:
+    """Tell whether torch's map from global ranks to the group's members can be true. A program
+    that makes a group by hand may have put there a map that is none.
+    """
+    member_of_rank = world.pg_group_ranks.get(process_group)
+    if member_of_rank is None or process_group in _by_hand:
+        return False
+    default = world.default_pg
+    return default is None or (
+        member_of_rank.get(default.rank(), member) == member
+        and len(member_of_rank) <= default.size()
+    )
 
 
 def group_store(process_group: Any) -> Any:
@@ -134,8 +141,8 @@ def store_name(store: Any) -> str:
 
 def store_address(host: Any, port: Any) -> str:
     """Return the address of a store, alike on all processes that use it."""
-    own = host in LOOPBACK or host == socket.gethostname()
-    return f"{'localhost' if own else host}:{port}"
+    is_here = host in LOOPBACK or host == socket.gethostname()
+    return f"{'localhost' if is_here else host}:{port}"
 
 
 def hook_stores_and_groups(registered: Callable[[Any], None]) -> None:

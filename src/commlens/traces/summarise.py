@@ -4,8 +4,9 @@ self-check in words.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from commlens.model.collective import ProcessGroup
 from commlens.model.grouping import grouped
@@ -31,19 +32,18 @@ def summarise(
     ``unfiltered`` is the number of collectives before filtering, if the trace was filtered;
     ``network`` one to estimate times for.
     """
-    calls, total, known = _amount(data)
-    setup_calls, setup_bytes = _setup(data)
+    whole, setup = _amount(data.events), _setup(data)
     coverage, complete = _coverage(data)
     return Summary(
         answer=answer(data, unfiltered),
         rank=data.rank,
         world_size=data.world_size,
         steps=data.steps,
-        calls=calls,
-        wire_bytes=total,
-        bytes_known=known,
-        setup_calls=setup_calls,
-        setup_bytes=setup_bytes,
+        calls=whole.calls,
+        wire_bytes=whole.wire_bytes,
+        bytes_known=_bytes_known(data, whole),
+        setup_calls=setup.calls,
+        setup_bytes=setup.wire_bytes,
         by_mesh_dim=(
             _totals_by(data, lambda group, event: wording.label(group), sizes=True)
             if _groups_known(data)
@@ -71,42 +71,43 @@ def _hazards(data: TraceData) -> list[str]:
     return [f"{hazard_phrase(hazard)}." for hazard in reversed(by_lines.values())]
 
 
-def _amount(data: TraceData) -> tuple[int, int, bool]:
-    """Return the number of collectives, the bytes on the wire, and whether bytes are known."""
-    calls, total = _amount_of(data.events)
-    return (
-        calls,
-        total,
-        calls == 0
-        or total > 0
-        or any(event.dtype or event.op in BARRIERS for event in data.events),
-    )
+class _Amount(NamedTuple):
+    calls: int
+    wire_bytes: int
+
+    def __str__(self) -> str:
+        return f"{count(self.calls, 'collective')} and {size(self.wire_bytes)}"
 
 
-def _amount_of(events: Iterable[TraceEvent]) -> tuple[int, int]:
-    """Return the number of collectives, and the bytes on the wire."""
-    calls = carried = 0
+def _amount(events: Iterable[TraceEvent]) -> _Amount:
+    calls = wire_bytes = 0
     for event in events:
         calls += event.count
-        carried += event.wire_bytes * event.count
-    return calls, carried
+        wire_bytes += event.wire_bytes * event.count
+    return _Amount(calls, wire_bytes)
+
+
+def _bytes_known(data: TraceData, whole: _Amount) -> bool:
+    """Tell whether the trace says how many bytes its collectives carry, be it none."""
+    none_has_sizes = whole.calls and not whole.wire_bytes
+    return not none_has_sizes or any(each.dtype or each.op in BARRIERS for each in data.events)
 
 
 def answer(data: TraceData, unfiltered: int | None = None) -> str:
     """Return only the summary's first sentence, which is cheap. The arguments are those of
     :func:`summarise`.
     """
-    calls, total, known = _amount(data)
+    whole = _amount(data.events)
     rank = f"rank {data.rank} of {data.world_size}{', a preview' if data.preview else ''}"
     collectives = (
-        count(calls, "collective")
+        count(whole.calls, "collective")
         if unfiltered is None
-        else f"{number(calls)} of {count(unfiltered, 'collective')}"
+        else f"{number(whole.calls)} of {count(unfiltered, 'collective')}"
     )
     over = _steps_and_amounts(data) if unfiltered is None else ""
-    if not calls and unfiltered is None:
+    if not whole.calls and unfiltered is None:
         return f"No collectives{over}, {rank}."
-    carried = f", {size(total)} on the wire" if known else ""
+    carried = f", {size(whole.wire_bytes)} on the wire" if _bytes_known(data, whole) else ""
     if not _groups_known(data):
         return f"{collectives}, by CommDebugMode's count."
     return f"{collectives}{carried}{over}, {rank}."
@@ -123,32 +124,24 @@ def _steps_and_amounts(data: TraceData) -> str:
     """
     if not data.steps:
         return ""
-    calls, carried = _setup(data)
-    setup = (
-        f" and the setup before them ({count(calls, 'collective')} and {size(carried)})"
-        if calls
-        else ""
-    )
+    before = _setup(data)
+    setup = f" and the setup before them ({before})" if before.calls else ""
     return f", over {count(data.steps, 'optimizer step')}{_amount_of_each_step(data)}{setup}"
 
 
 def _amount_of_each_step(data: TraceData) -> str:
-    each: dict[int, list[TraceEvent]] = defaultdict(list)
-    for event in data.events:
-        if event.last_step is not None and event.last_step != event.step:
-            return ""
-        if not data.is_setup(event):
-            each[event.step].append(event)
-    amounts = set(map(_amount_of, each.values()))
-    if data.steps < 2 or len(each) != data.steps or len(amounts) > 1:
+    if any(event.last_step not in (None, event.step) for event in data.events):
         return ""
-    [(calls, carried)] = amounts
-    return f" ({count(calls, 'collective')} and {size(carried)} each)"
+    steps = grouped((event.step, event) for event in data.events if not data.is_setup(event))
+    amounts = set(map(_amount, steps.values()))
+    if data.steps < 2 or len(steps) != data.steps or len(amounts) > 1:
+        return ""
+    return f" ({amounts.pop()} each)"
 
 
-def _setup(data: TraceData) -> tuple[int, int]:
-    """Return the number of collectives before the first forward, and their bytes on the wire."""
-    return _amount_of(event for event in data.events if data.is_setup(event))
+def _setup(data: TraceData) -> _Amount:
+    """Return the amount before the first forward."""
+    return _amount(event for event in data.events if data.is_setup(event))
 
 
 def _totals_by(
@@ -204,23 +197,22 @@ def modules(data: TraceData) -> list[ModuleTotal]:
                 inside[path] += events
     names = folded(inside)
     rows: dict[str, ModuleTotal] = {}
-    members: dict[str, list[str]] = {}
+    first: dict[str, str] = {}  # a row's name -> the path of its module that was called first
     for path in sorted(inside, key=lambda path: _sort_key(path, places)):
         name = names[path]
         row = rows.setdefault(name, ModuleTotal(name, modules=0))
-        members.setdefault(name, []).append(path)
+        first.setdefault(name, path)
         row.modules += 1
         if path.rpartition(".")[0] not in shared:
             row.other_paths.extend(shared.get(path, ()))
-        own_calls, own_bytes = _amount_of(at_site.get(path, ()))
-        row.own_calls += own_calls
-        row.own_bytes += own_bytes
-        calls, carried = _amount_of(inside[path])
-        row.calls += calls
-        row.wire_bytes += carried
+        own, inclusive = _amount(at_site.get(path, ())), _amount(inside[path])
+        row.own_calls += own.calls
+        row.own_bytes += own.wire_bytes
+        row.calls += inclusive.calls
+        row.wire_bytes += inclusive.wire_bytes
         for event in inside[path]:
             _add_time(row, time_of(data, event))
-    return _in_tree(rows, {name: paths[0] for name, paths in members.items()}, names)
+    return _in_tree(rows, first, names)
 
 
 def _call_order(data: TraceData) -> dict[str, int]:
@@ -247,7 +239,10 @@ def _sort_key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
 def _in_tree(
     rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]
 ) -> list[ModuleTotal]:
-    """Return the rows in tree order, each below the row of its nearest ancestor."""
+    """Return the rows in tree order, each below the row of its nearest ancestor.
+
+    ``first``: by row, the path of its first module; ``names``: by path, its row.
+    """
     children: dict[str | None, list[str]] = {}
     for name, path in first.items():
         ancestors = reversed(wording.prefixes(path)[:-1])
@@ -269,28 +264,25 @@ def reasons(data: TraceData) -> list[Why]:
     """Group collectives by place, cause, owner and line, costliest first. Modules that differ only
     in a number are grouped.
     """
-    groups: dict[Hashable, list[TraceEvent]] = {}
-    for event in data.events:
-        key = (
-            event.op,
-            event.phase,
-            wording.pattern(event.site) if event.site is not None else None,
-            event.cause,
-            (
-                None
-                if event.owner is None
-                else (event.owner.library, wording.pattern(event.owner.name))
-            ),
-            event.source,
-            event.through,
-            wording.label(data.group_of(event)),
-        )
-        groups.setdefault(key, []).append(event)
     found = []
-    for events in groups.values():
-        calls, carried = _amount_of(events)
-        found.append(Why(_reason(data, events, calls), calls, carried))
+    for events in grouped((_reason_key(data, event), event) for event in data.events).values():
+        amount = _amount(events)
+        found.append(Why(_reason(data, events, amount.calls), *amount))
     return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
+
+
+def _reason_key(data: TraceData, event: TraceEvent) -> Hashable:
+    owner = event.owner
+    return (
+        event.op,
+        event.phase,
+        wording.pattern(event.site) if event.site is not None else None,
+        event.cause,
+        (owner.library, wording.pattern(owner.name)) if owner is not None else None,
+        event.source,
+        event.through,
+        wording.label(data.group_of(event)),
+    )
 
 
 def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
@@ -329,10 +321,9 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
     sites = {event.site for event in events}
     if sites == set(names):
         return f"for {'its' if len(names) == 1 else 'their'} own {owner.library} parameters"
-    roots = {site.split(".")[0] for site in sites if site is not None}
-    if len(roots) == 1:
-        root = roots.pop()
-        names = [name.removeprefix(f"{root}.") for name in names]
+    models = {site.split(".")[0] for site in sites if site is not None}
+    if len(models) == 1:
+        names = [name.removeprefix(f"{next(iter(models))}.") for name in names]
     return f"for {owner.library}'s parameters of {wording.fold(names)}"
 
 
@@ -355,41 +346,32 @@ def why(event: TraceEvent) -> str:
 
 
 def _coverage(data: TraceData) -> tuple[str, bool]:
+    """Return the self-check in words, and whether it found that nothing is missing."""
     if not _groups_known(data):
         return "CommDebugMode's JSON has no self-check.", False
-    seen, kept, unclassified = (
-        data.coverage.dispatched,
-        data.coverage.recorded,
-        data.coverage.unclassified,
-    )
+    seen, kept = data.coverage.dispatched, data.coverage.recorded
     if not seen and not kept:
         return "No collective was dispatched, so none is missing.", True
     if seen != kept:
         text = f"{number(kept)} of {number(seen)} dispatched collectives are recorded"
+    elif seen > 1:
+        text = f"All {number(seen)} dispatched collectives are recorded"
     else:
-        text = (
-            f"All {number(seen)} dispatched collectives are recorded"
-            if seen > 1
-            else "The one dispatched collective is recorded"
-        )
-    if not unclassified:
-        return f"{text} and classified.", seen == kept
-    places: dict[str, int] = {}
+        text = "The one dispatched collective is recorded"
+    if data.coverage.unclassified:
+        return f"{text}; {_unclassified(data)}.", False
+    return f"{text} and classified.", seen == kept
+
+
+def _unclassified(data: TraceData) -> str:
+    places: Counter[str] = Counter()
     for event in data.events:
         if not event.classified:
             where = wording.source_words(event.source, event.through)
-            place = (
-                f"{event.op} at {where}"
-                if where
-                else f"{event.op} of {wording.label(data.group_of(event))}"
-            )
-            places[place] = places.get(place, 0) + event.count
-    most = sorted(places.items(), key=lambda item: -item[1])
-    named = [f"{place} ({number(calls)})" for place, calls in most[:3]]
-    if len(most) > 3:
-        named.append(count(len(most) - 3, "other place"))
-    listed = joined(named)
-    return (
-        f"{text}; {number(unclassified)} unclassified" + (f": {listed}." if listed else "."),
-        False,
-    )
+            at = f"at {where}" if where else f"of {wording.label(data.group_of(event))}"
+            places[f"{event.op} {at}"] += event.count
+    named = [f"{place} ({number(calls)})" for place, calls in places.most_common(3)]
+    if len(places) > 3:
+        named.append(count(len(places) - 3, "other place"))
+    words = f"{number(data.coverage.unclassified)} unclassified"
+    return f"{words}: {joined(named)}" if named else words

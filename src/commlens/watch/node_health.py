@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from commlens.config import Settings
 from commlens.health.monitor import Monitor
-from commlens.health.places import CHOICES, VISIBLE, RankOfNode
-from commlens.health.ras import VARIABLE
+from commlens.health.places import ADAPTER_CHOICES, VISIBLE_DEVICES, RankOfNode
+from commlens.health.ras import RAS_ADDRESS
 from commlens.health.sources import ROOT
-from commlens.health.topology import VARIABLES
+from commlens.health.topology import TOPOLOGY_VARIABLES
 from commlens.model.health import NodeHealth, Values
 from commlens.processes import process
 from commlens.watch.roster import Member
 
-_KEPT = frozenset(
-    {VARIABLE, *VISIBLE, *VARIABLES, *(name for names in CHOICES.values() for name in names)}
+_VARIABLES_KEPT = frozenset(
+    {RAS_ADDRESS, *VISIBLE_DEVICES, *TOPOLOGY_VARIABLES, *chain(*ADAPTER_CHOICES.values())}
 )
 
 
@@ -29,7 +30,8 @@ class HealthOfNode:
 
     def __init__(self, settings: Settings) -> None:
         self._monitor: Monitor | None = None
-        self._environments: dict[int, Mapping[str, str]] = {}  # by pid
+        # by pid; that of a rank that had ended before is empty
+        self._environments: dict[int, Mapping[str, str]] = {}
         if settings.health != "off":
             self._monitor = Monitor(root_of(settings), topology=topology_of(settings))
 
@@ -40,9 +42,8 @@ class HealthOfNode:
             if member.here and self._monitor is not None:
                 whole = process.environment(member.pid)
                 self._environments[member.pid] = {
-                    name: value for name, value in whole.items() if name in _KEPT
+                    name: value for name, value in whole.items() if name in _VARIABLES_KEPT
                 }
-        # that of a rank that has ended is empty
         if knew_none and self._monitor is not None and (environment := self._an_environment()):
             self._monitor.learn_places(environment)
 
