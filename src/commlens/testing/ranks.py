@@ -12,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commlens import config
 from commlens.blackbox import job_dirs
@@ -30,6 +30,14 @@ _AFTER_ERROR_S: Final = 2.0  # for the errors of other ranks: one of them may be
 _END_S: Final = 5.0
 
 
+class Failure(NamedTuple):
+    """The failure of one rank."""
+
+    words: str  # a clause
+    at: float = 0.0  # monotonic; of a rank that left nothing readable 0.0, before all others
+    traceback: str = ""
+
+
 @dataclass
 class Rank:
     """One rank's process."""
@@ -39,26 +47,26 @@ class Rank:
     result_file: Path  # in which it leaves its result
     output_file: Path  # that receives its output and standard error
     ended_at: float = 0.0  # monotonic; 0: it runs
+    failure: Failure | None = None  # if it has ended without a value
+    value: Any = None  # that the function returned
 
-    def result(self) -> dict[str, Any]:
-        """Return its ``value``, or the text of its ``error``, its ``kind``, and ``at``, when that
-        was; 0.0, before all others, of a process that left nothing that can be read.
-        """
+    def read_result(self) -> None:
+        """Set the value or the failure. The process has ended."""
+        ended = exit_phrase(self.process.returncode)
         try:
             result: dict[str, Any] = pickle.loads(self.result_file.read_bytes())
-            return result
         except OSError:
-            ended = exit_phrase(self.process.returncode)
-            kind = f"its process {ended} before the function returned"
+            self.failure = Failure(f"its process {ended} before the function returned")
         except Exception as error:
-            kind = f"its result cannot be unpickled here: {type(error).__name__}: {error}"
-        return {"error": "", "at": 0.0, "kind": kind}
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether its process has ended without a value."""
-        code = self.process.returncode
-        return code is not None and (code != 0 or "value" not in self.result())
+            words = f"its result cannot be unpickled here: {type(error).__name__}: {error}"
+            self.failure = Failure(words)
+        else:
+            self.value = result.get("value")
+            if "error" in result:
+                self.failure = Failure(result["kind"], result["at"], result["error"])
+            elif self.process.returncode != 0:
+                words = f"its process {ended} after the function returned"
+                self.failure = Failure(words, result["at"])
 
 
 def run_on_ranks(
@@ -90,16 +98,7 @@ def run_on_ranks(
         MissingDependency: torch is not installed.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
-    if backend not in BACKENDS:
-        raise CommandError(
-            f"run_on_ranks has no backend {backend!r}: it takes {' or '.join(BACKENDS)}."
-        )
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise CommandError(f"run_on_ranks takes a world_size of at least 1, not {world_size!r}.")
-    if not timeout_s > 0:
-        raise CommandError(
-            f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}."
-        )
+    _check(world_size, backend, timeout_s)
     require_torch("run_on_ranks")
     if backend == "fake":
         return [_call_in_fake_world(function, args, world_size)]
@@ -123,7 +122,21 @@ def run_on_ranks(
             _print_output(ranks)
         if failure is not None:
             raise failure
-        return [rank.result()["value"] for rank in ranks]
+        return [rank.value for rank in ranks]
+
+
+def _check(world_size: int, backend: str, timeout_s: float) -> None:
+    __tracebackhide__ = True
+    if backend not in BACKENDS:
+        raise CommandError(
+            f"run_on_ranks has no backend {backend!r}: it takes {' or '.join(BACKENDS)}."
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise CommandError(f"run_on_ranks takes a world_size of at least 1, not {world_size!r}.")
+    if not timeout_s > 0:
+        raise CommandError(
+            f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}."
+        )
 
 
 @contextlib.contextmanager
@@ -219,19 +232,22 @@ def _start(
 def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:
     """Wait until all ranks have ended, one has failed or the time is over."""
     until = time.monotonic() + timeout_s
-    failed = False
+    failed: dict[int, Failure] = {}
     while (
         running := [rank for rank in ranks if rank.ended_at == 0.0]
     ) and time.monotonic() < until:
         time.sleep(_POLL_S)
         for rank in running:
-            if rank.process.poll() is not None:
-                rank.ended_at = time.monotonic()
-                if not failed and rank.has_failed:
-                    failed = True
+            if rank.process.poll() is None:
+                continue
+            rank.ended_at = time.monotonic()
+            rank.read_result()
+            if rank.failure is not None:
+                if not failed:
                     until = min(until, rank.ended_at + _AFTER_ERROR_S)
+                failed[rank.number] = rank.failure
     if failed:
-        return _first_failure(ranks, _verdict(job))
+        return _first_failure(failed, _verdict(job))
     if not running:
         return None
     ObserverClient.look()
@@ -247,21 +263,21 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
     )
 
 
-def _first_failure(ranks: Sequence[Rank], verdict: Verdict) -> RanksFailed:
+def _first_failure(failed: Mapping[int, Failure], verdict: Verdict) -> RanksFailed:
     """Return the error of the rank that failed first: those of the others are often its
     consequences.
     """
-    results = {rank.number: rank.result() for rank in ranks if rank.has_failed}
-    first = min(results, key=lambda number: float(results[number]["at"]))
-    others = [number for number in results if number != first]
-    words = f"Rank {first} failed first: {results[first]['kind']}"
+    first = min(sorted(failed), key=lambda number: failed[number].at)
+    others = sorted(failed.keys() - {first})
+    words = f"Rank {first} failed first: {failed[first].words}"
     if others:
         words += f"; after it {ranks_phrase(others)} failed, too"
-    text = f"{words}.\n\n{results[first]['error']}".rstrip()
-    is_told = first in verdict.culprits and not verdict.kind.startswith("mismatch")
-    if is_told or not verdict.is_fault or verdict.confidence == "low":
+    text = f"{words}.\n\n{failed[first].traceback}".rstrip()
+    # the error says more than a verdict on the same rank
+    suffices = first in verdict.culprits and not verdict.kind.startswith("mismatch")
+    if suffices or not verdict.is_fault or verdict.confidence == "low":
         return RanksFailed(text, rank=first)
-    # it only failed because of another one
+    # it failed because of another rank, as far as the verdict knows one
     rank: int | None = first
     if verdict.culprits:
         rank = verdict.culprits[0]
