@@ -30,7 +30,7 @@ _PRINTED_MAX: Final = 5
 _OPEN_MAX: Final = 4096
 
 
-class Counted(NamedTuple):
+class CountedHazard(NamedTuple):
     """A hazard of which only the number of calls and their stack's place in the box are known."""
 
     what: HazardKind
@@ -39,7 +39,7 @@ class Counted(NamedTuple):
     group: str = ""  # of "many-groups": its ranks
 
 
-class Found(NamedTuple):
+class PlacedHazard(NamedTuple):
     """A hazard, and the position of its stack in the box."""
 
     hazard: Hazard
@@ -107,9 +107,11 @@ class Hazards:
         writer = self._recorder.writer
         with OpenBox(writer.path) as box:
             stacks = box.stacks({each.position for each in counted})
-        found = [Found(each, self._write(each.stack)) for each in of_buffers[:_OF_BUFFERS_MAX]]
+        found = [
+            PlacedHazard(each, self._write(each.stack)) for each in of_buffers[:_OF_BUFFERS_MAX]
+        ]
         for what, times, position, group in counted:
-            found.append(Found(Hazard(what, times, stacks[position] or (), group), position))
+            found.append(PlacedHazard(Hazard(what, times, stacks[position] or (), group), position))
         hazards = _joined_by_line(found)
         if hazards:
             records = [self._as_record(*each) for each in hazards[:_FOUND_MAX]]
@@ -117,12 +119,15 @@ class Hazards:
         for hazard, _ in hazards[:_PRINTED_MAX]:
             _log_once(folder, hazard)
 
-    def _counted(self) -> list[Counted]:
+    def _counted(self) -> list[CountedHazard]:
         never_waited = sorted(self._recorder.unwaited_works().items())
         return [
-            *(Counted("never-waited", times, position) for position, times in never_waited),
-            *(Counted("not-a-member", n, position) for position, n in self._not_a_member.items()),
-            *(Counted("many-groups", g.times, g.maker, g.ranks) for g in self._groups.many()),
+            *(CountedHazard("never-waited", times, position) for position, times in never_waited),
+            *(
+                CountedHazard("not-a-member", n, position)
+                for position, n in self._not_a_member.items()
+            ),
+            *(CountedHazard("many-groups", g.times, g.maker, g.ranks) for g in self._groups.many()),
         ]
 
     def _as_record(self, hazard: Hazard, position: int) -> dict[str, Any]:
@@ -147,18 +152,18 @@ class Hazards:
         return int(self._recorder.writer.add_blob({"k": "stack", "f": frames}))
 
 
-def _joined_by_line(found: list[Found]) -> list[Found]:
+def _joined_by_line(found: list[PlacedHazard]) -> list[PlacedHazard]:
     """Join the hazards of each line. A line may have several stacks: a dispatch mode adds frames
     while it is on.
     """
     from msgspec.structs import replace
 
-    joined: dict[Any, Found] = {}
+    joined: dict[Any, PlacedHazard] = {}
     for hazard, position in found:
         if hazard.source is not None:
             key = hazard.lines, hazard.group
             before = joined[key].hazard.times if key in joined else 0
-            joined[key] = Found(replace(hazard, times=before + hazard.times), position)
+            joined[key] = PlacedHazard(replace(hazard, times=before + hazard.times), position)
     return list(joined.values())
 
 

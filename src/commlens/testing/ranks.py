@@ -30,7 +30,7 @@ _AFTER_ERROR_S: Final = 2.0  # for the errors of other ranks: one of them may be
 _END_S: Final = 5.0
 
 
-class Failure(NamedTuple):
+class FailedRank(NamedTuple):
     """The failure of one rank."""
 
     words: str  # a clause
@@ -47,7 +47,7 @@ class Rank:
     result_file: Path  # in which it leaves its result
     output_file: Path  # that receives its output and standard error
     ended_at: float = 0.0  # monotonic; 0: it runs
-    failure: Failure | None = None  # if it has ended without a value
+    failure: FailedRank | None = None  # if it has ended without a value
     value: Any = None  # that the function returned
 
     def read_result(self) -> None:
@@ -56,17 +56,17 @@ class Rank:
         try:
             result: dict[str, Any] = pickle.loads(self.result_file.read_bytes())
         except OSError:
-            self.failure = Failure(f"its process {ended} before the function returned")
+            self.failure = FailedRank(f"its process {ended} before the function returned")
         except Exception as error:
             words = f"its result cannot be unpickled here: {type(error).__name__}: {error}"
-            self.failure = Failure(words)
+            self.failure = FailedRank(words)
         else:
             self.value = result.get("value")
             if "error" in result:
-                self.failure = Failure(result["kind"], result["at"], result["error"])
+                self.failure = FailedRank(result["kind"], result["at"], result["error"])
             elif self.process.returncode != 0:
                 words = f"its process {ended} after the function returned"
-                self.failure = Failure(words, result["at"])
+                self.failure = FailedRank(words, result["at"])
 
 
 def run_on_ranks(
@@ -232,7 +232,7 @@ def _start(
 def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:
     """Wait until all ranks have ended, one has failed or the time is over."""
     until = time.monotonic() + timeout_s
-    failed: dict[int, Failure] = {}
+    failed: dict[int, FailedRank] = {}
     while (
         running := [rank for rank in ranks if rank.ended_at == 0.0]
     ) and time.monotonic() < until:
@@ -263,7 +263,7 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
     )
 
 
-def _first_failure(failed: Mapping[int, Failure], verdict: Verdict) -> RanksFailed:
+def _first_failure(failed: Mapping[int, FailedRank], verdict: Verdict) -> RanksFailed:
     """Return the error of the rank that failed first: those of the others are often its
     consequences.
     """

@@ -104,7 +104,7 @@ class _OpSchema:
 _known: dict[int, _OpSchema] = {}
 
 
-class _Thread:
+class _ThreadNow:
     """What one thread runs now, and the place of its last op inside a backward."""
 
     __slots__ = (
@@ -133,7 +133,7 @@ class _Thread:
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         # one object, since looking up each attribute of a thread-local one is slow
-        self.here = _Thread()
+        self.here = _ThreadNow()
 
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
