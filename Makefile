@@ -152,7 +152,7 @@ docs: $(VENV)/.ready ## Build the documentation as a site in build/docs; warning
 	@echo "Open build/docs/index.html"
 
 man: $(VENV)/.ready ## Write the manual page, src/commlens.1, anew from the commands' options
-	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.whole_parser --function whole_parser --format single-commands-section \
+	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.completion --function whole_parser --format single-commands-section \
 		--prog commlens --project-name commlens --manual-title commlens --output src/commlens.1 \
 		--description "find the rank, the collective and the line that stopped a distributed PyTorch job"
 	sed -i '1s/"[0-9\\-]*" "commlens"/"" "commlens"/' src/commlens.1  # without the date

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from commlens.commands import PURPOSES, help_text
-from commlens.commands.whole_parser import whole_parser
+from commlens.commands.completion import whole_parser
 
 DOCS = Path(__file__).parents[1]
 WIDTH = 90

@@ -30,7 +30,7 @@ with atheris.instrument_imports(
 
 from flight_recorder_dumps import dump, entry  # noqa: E402
 
-from unit.formats.flight_recorder.test_native_entries import all_read_alike  # noqa: E402
+from unit.formats.flight_recorder.test_reader_native_entries import all_read_alike  # noqa: E402
 
 
 def look(data: bytes) -> None:

@@ -15,7 +15,7 @@ import pytest
 from commlens.dumps import detect
 from commlens.dumps.sources import open_sources
 from commlens.formats.columns import RETIRED
-from commlens.formats.flight_recorder import native_entries
+from commlens.formats.flight_recorder import reader
 from commlens.formats.flight_recorder.reader import (
     read_flight_recorder_json,
     read_flight_recorder_pickle,
@@ -60,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torchs_own_pickle_goes_through_the_reader_in_c(folder):
-    if not native_entries.AVAILABLE:
+    if not reader.AVAILABLE:
         pytest.skip("the reader in C was not built here")
-    assert native_entries.read_table((folder / "dump_0.pickle").read_bytes()) is not None
+    assert reader.read_table((folder / "dump_0.pickle").read_bytes()) is not None
 
 
 def test_both_forms_say_the_same(folder):

@@ -87,7 +87,7 @@ def test_the_reader_in_c_is_built_where_it_can_be(installed: Run):
     done = installed(
         "python",
         "-c",
-        "from commlens.formats.flight_recorder.native_entries import AVAILABLE; print(AVAILABLE)",
+        "from commlens.formats.flight_recorder.reader import AVAILABLE; print(AVAILABLE)",
     )
     possible = shutil.which("gcc") and Path(sysconfig.get_path("include"), "Python.h").exists()
     assert done.stdout.strip() in (["True"] if possible else ["True", "False"]), done.stderr

@@ -68,7 +68,7 @@ NOT_YET = {
         tracing/attribution/causes
         tracing/attribution/module_calls tracing/attribution/modules
         tracing/attribution/op_names tracing/attribution/owners
-        tracing/attribution/parameters tracing/attribution/pipelines
+         tracing/attribution/pipelines
         tracing/attribution/recomputations tracing/attribution/stacks
         tracing/backward_waits tracing/fake_tensors tracing/ops tracing/raw_event
         tracing/session tracing/trace_events tracing/tracer
@@ -129,7 +129,7 @@ NOT_YET = {
     "unit/dumps/test_parallel.py": """
         dumps/discover
     """,
-    "unit/formats/flight_recorder/test_native_entries.py": """
+    "unit/formats/flight_recorder/test_reader_native_entries.py": """
         formats/flight_recorder/entries formats/flight_recorder/table
         formats/flight_recorder/to_columns
     """,
@@ -200,7 +200,7 @@ NOT_YET = {
         watch/mismatches/report watch/mismatches/signatures
     """,
     "unit/watch/nodes/test_exchange.py": """
-        watch/nodes/lost_store watch/nodes/meeting_places
+         watch/nodes/meeting_places
     """,
     "unit/watch/nodes/test_remote_evidence.py": """
         watch/snapshot

@@ -77,7 +77,7 @@ class AttachCommand:
             return 0
         from commlens.commands.diagnose import exit_status
         from commlens.commands.progress import working
-        from commlens.outside.verdict_with_dumps import judge_with_dumps
+        from commlens.outside.verdict import judge_with_dumps
 
         # black boxes hold no C++ frames, and nothing of ranks on hosts that only ssh reaches
         verdict = (

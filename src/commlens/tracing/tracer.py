@@ -30,8 +30,7 @@ from commlens.tracing.attribution.causes import Causes
 from commlens.tracing.attribution.module_calls import ModuleRow, current_node
 from commlens.tracing.attribution.modules import ModuleTracker
 from commlens.tracing.attribution.op_names import functional_scope
-from commlens.tracing.attribution.owners import Owners
-from commlens.tracing.attribution.parameters import Parameters
+from commlens.tracing.attribution.owners import Owners, Parameters
 from commlens.tracing.attribution.pipelines import marked_messages, set_microbatch
 from commlens.tracing.attribution.stacks import (
     ENGINE,

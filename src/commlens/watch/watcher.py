@@ -42,7 +42,7 @@ from commlens.watch.mismatches.report import MismatchReporter
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes.beat import LAST, News
 from commlens.watch.nodes.exchange import Nodes
-from commlens.watch.nodes.lost_store import LostStoreReport
+from commlens.watch.nodes.lost import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.nodes.states import states_snapshot
 from commlens.watch.nodes.states_tree import TREE_ABOVE

@@ -24,7 +24,7 @@ pytest.importorskip("torch")  # the options of launch are torchrun's, too
 def scripts() -> dict[str, str]:
     import shtab
 
-    from commlens.commands.whole_parser import whole_parser
+    from commlens.commands.completion import whole_parser
 
     return {shell: shtab.complete(whole_parser(), shell=shell) for shell in ("bash", "zsh", "fish")}
 
@@ -98,7 +98,7 @@ def test_the_manual_page_has_every_command_and_option(tmp_path):
     page = tmp_path / "commlens.1"
     source = [
         "--module",
-        "commlens.commands.whole_parser",
+        "commlens.commands.completion",
         "--function",
         "whole_parser",
         "--format",

@@ -11,8 +11,7 @@ from seen_ranks import call, sample, stay
 from commlens.model.cause import CollectiveRef, Missing
 from commlens.model.verdict import Verdict
 from commlens.outside.sample import HostSamples
-from commlens.outside.verdict import judge
-from commlens.outside.verdict_with_dumps import judge_with_dumps
+from commlens.outside.verdict import judge, judge_with_dumps
 from commlens.processes.pyspy import SeenFrame
 
 

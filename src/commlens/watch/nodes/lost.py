@@ -1,4 +1,5 @@
-"""Nodes that have fallen silent, as evidence for the diagnosis of those that remain.
+"""Nodes that have fallen silent, as evidence for the diagnosis of those that remain, and the loss
+of the store at which nodes meet.
 
 A node has vanished if its watcher is silent and connections to its ranks were closed at the same
 moment. Silence alone shows nothing: the network may be cut, or only the watcher was killed.
@@ -10,13 +11,22 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from commlens.errors import FormatError
 from commlens.matching.error_texts import is_closed_connection
 from commlens.model.cause import LostNode
 from commlens.model.collective import State
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.text import joined, op_phrase, ranks_phrase, verb
+from commlens.watch.nodes.exchange import LostStore, Nodes
 from commlens.watch.nodes.known_nodes import Lost
+from commlens.watch.roster import Member
 
 _SAME_MOMENT_S: Final = 3.0
+# after which a store that refuses connections is reported: ranks that end with it need no report
+ENDED_S: Final = 2.5
+SILENT_S: Final = 12.0  # after which one that only does not answer is: it may be busy
+_NEWEST: Final = 8
 
 
 def find_vanished(silent: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]:
@@ -97,3 +107,77 @@ def _connection_closed_ns(log: RankLog) -> int:
         if op.state is State.COMPLETED:
             break
     return log.observation.ended_ns if is_closed_connection(log.exception) else 0
+
+
+class LostStoreReport:
+    """Reports the loss of the job's store, once, if ranks of this node still communicate."""
+
+    def __init__(self) -> None:
+        self._issued: dict[int, int] = {}  # pid: records when the store was lost
+        self._is_told = False
+
+    def take_line(self, nodes: Nodes, members: Sequence[Member]) -> str:
+        """Return the line if it is time to print it; else an empty text."""
+        lost = nodes.lost_store
+        if lost is None or self._is_told:
+            self._issued = {}
+            return ""
+        alive = [member for member in members if member.alive and member.status is not None]
+        for member in alive:
+            self._issued.setdefault(
+                member.pid, member.status.issued if member.status is not None else 0
+            )
+        if lost.silent_s < (ENDED_S if lost.refuses else SILENT_S) or not any(
+            self._communicates(member) for member in alive
+        ):
+            return ""
+        self._is_told = True
+        return lost_store_line(lost, alive)
+
+    def _communicates(self, member: Member) -> bool:
+        """Return whether a rank waits, or has gone on since the store was lost. One that has
+        destroyed its groups has ended well.
+        """
+        status = member.status
+        if status is None or status.left or status.closed:
+            return False
+        waits = status.oldest_mono_ns and time.monotonic_ns() - status.oldest_mono_ns > 1e9
+        return bool(waits) or status.issued > self._issued[member.pid]
+
+
+def lost_store_line(lost: LostStore, members: Sequence[Member]) -> str:
+    """Return what is known, in sentences: who served the store, of whom nothing is known from here
+    on, and where the ranks here are.
+    """
+    beats = sorted(lost.beats, key=lambda beat: beat.order)
+    server = next((beat for beat in beats if beat.serves_store or 0 in beat.ranks), None)
+    served = (
+        f", which node {server.host} ({ranks_phrase(server.ranks)}) served,"
+        if server is not None
+        else ""
+    )
+    how = (
+        "has ended: it refuses connections"
+        if lost.refuses
+        else f"has not answered for {lost.silent_s:.0f} s"
+    )
+    text = (
+        f"{lost.place}{served} {how}. Nothing is known any more of"
+        f" {ranks_phrase(rank for beat in beats for rank in beat.ranks)}"
+    )
+    text += f" on {joined(f'{beat.host}' for beat in beats)}."
+    where = grouped((_place(member), member.rank) for member in members)
+    here = [
+        f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} {place}"
+        for place, ranks in where.items()
+        if place
+    ]
+    return f"{text} Here, {joined(here)}."
+
+
+def _place(member: Member) -> str:
+    try:
+        op = member.box.log(newest=_NEWEST).current_collective if member.box is not None else None
+    except FormatError:
+        op = None
+    return "" if op is None else f"{'in' if op.in_flight else 'past'} {op_phrase(op)}"

@@ -23,7 +23,7 @@ from commlens.watch.nodes import (
     bundles,
     folder_client,
     known_nodes,
-    lost_store,
+    lost,
     meeting_places,
     periods,
     states_tree,
@@ -31,7 +31,7 @@ from commlens.watch.nodes import (
 from commlens.watch.nodes import exchange as nodes
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.exchange import Nodes
-from commlens.watch.nodes.lost_store import LostStoreReport
+from commlens.watch.nodes.lost import LostStoreReport
 from commlens.watch.nodes.meeting_places import Folder, Place, Store
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.store_client import StoreClient
@@ -65,7 +65,7 @@ _MODULES = (
     bundles,
     folder_client,
     known_nodes,
-    lost_store,
+    lost,
     meeting_places,
     nodes,
     periods,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commlens.commands import COMMANDS, main, preview
-from commlens.commands.whole_parser import whole_parser
+from commlens.commands.completion import whole_parser
 from commlens.launch import torchrun, trace_worker, worker
 
 LIKE_OURS = [

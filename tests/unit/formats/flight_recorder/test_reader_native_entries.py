@@ -21,14 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlens.errors import FormatError
-from commlens.formats.flight_recorder import entries, native_entries, pickle_data
+from commlens.formats.flight_recorder import entries, pickle_data, reader
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.formats.flight_recorder.table import COLUMNS, EntryColumns
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
-needs_native = pytest.mark.skipif(
-    not native_entries.AVAILABLE, reason="the reader in C was not built here"
-)
+needs_native = pytest.mark.skipif(not reader.AVAILABLE, reason="the reader in C was not built here")
 
 
 def in_python(data: bytes) -> EntryColumns:
@@ -90,7 +88,7 @@ def a_dump(steps: int = 8) -> dict[str, Any]:
 
 def all_read_alike(data: bytes) -> None:
     """What C makes of it, Python makes of it too; and Python knows no way to fail but one."""
-    fast = native_entries.read_table(data)
+    fast = reader.read_table(data)
     try:
         slow = in_python(data)
     except FormatError as error:
@@ -105,7 +103,7 @@ def all_read_alike(data: bytes) -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_both_read_the_same(protocol):
     data = pickle.dumps(a_dump(300), protocol)
-    fast = native_entries.read_table(data)
+    fast = reader.read_table(data)
     assert fast is not None and len(fast) == 1500
     assert plain(fast) == plain(in_python(data))
 
@@ -114,7 +112,7 @@ def test_both_read_the_same(protocol):
 def test_both_read_the_same_of_real_dumps(shared_data: Path):
     for path in sorted(shared_data.glob("megatron_moe_16ranks/*/_dump_*")):
         data = path.read_bytes()
-        fast = native_entries.read_table(data)
+        fast = reader.read_table(data)
         assert fast is not None, path
         assert plain(fast) == plain(in_python(data)), path
 
@@ -230,7 +228,7 @@ class Harm:
 def test_nothing_is_called(protocol, tmp_path):
     path = tmp_path / "made"
     data = pickle.dumps(dump([entry(0)], more=Harm(path)), protocol)
-    assert native_entries.read_table(data) is None
+    assert reader.read_table(data) is None
     with pytest.raises(FormatError, match="asks to import or call something"):
         read_flight_recorder_pickle(data, "evil")
     assert not path.exists()
