@@ -70,8 +70,9 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 		accelerate lightning transformers 'ray[train]' deepspeed torchft --constraint constraints.txt
 	@touch $@
 
+# Most of these tests wait. The cluster of Slurm, which one file's tests share, takes longest: so files with many tests come first.
 clusters: $(VENV)/.clusters ## Run jobs in a real Slurm and others, with a real Prometheus (tests/clusters/README.md; what is missing is skipped)
-	TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters -rs --durations=10 $(ARGS)
+	TEST_FT_LAUNCHER=$(CURDIR)/$(VENV)-nvrx/bin/ft_launcher $(VENV)/bin/python -m pytest tests/clusters $(filter-out --no-loadscope-reorder,$(WORKERS)) -rs --durations=10 $(ARGS)
 
 # The schemas of Kubernetes and of Kubeflow's trainer; OpenTelemetry's packages; and NVIDIA's resiliency extension, in an environment that adds only it: its
 # dependency pynvml makes torch warn.

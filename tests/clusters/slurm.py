@@ -16,12 +16,13 @@ from clusters.daemons import Daemons, free_ports, wait_until
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = ("n1", "n2")
 
+# A job that is requeued waits for as long as a step's credential lasts: two minutes by default.
 _CONF = """
 ClusterName=commlens
 SlurmctldHost={host}
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=45
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
