@@ -32,6 +32,8 @@ log lines never tell the dtype.
 
 
 _STANDS_NS = 1_000_000_000  # a transfer that has not moved for so long stands
+_CONNECTS_NS = 10_000_000_000
+_MAKES_GROUPS = WITHOUT_TENSORS - BARRIERS
 _STOP_STANDS_NS = 2_000_000_000  # a debugger that looks at a process stops it for less
 
 
@@ -112,7 +114,7 @@ def find_stuck_inside(context: Context, node: WaitNode) -> None:
     if (
         not failed
         and not context.job.foreign
-        and _since_last_arrival(meeting) < context.job.stalled_after_ns
+        and _since_last_arrival(meeting) < _may_take_ns(context.job, meeting.op)
     ):
         return
     cause, doing = _what_holds_up(context, meeting, failed=failed)
@@ -120,6 +122,15 @@ def find_stuck_inside(context: Context, node: WaitNode) -> None:
     context.cases.append(
         StuckCase(cause, op, op.source, blocked=blocked, meeting=meeting, doing=doing)
     )
+
+
+def _may_take_ns(job: JobIndex, op: Collective) -> int:
+    """Return how long a collective may take after the last rank has come to it. Between the ranks
+    of a new group, connections are made, which takes seconds on a busy machine.
+    """
+    if op.op in _MAKES_GROUPS and not job.foreseen:
+        return max(job.stalled_after_ns, min(_CONNECTS_NS, job.stall_timeout_ns // 2))
+    return job.stalled_after_ns
 
 
 def _meeting(context: Context, node: WaitNode) -> EnteredOp:
@@ -321,7 +332,7 @@ def _agreement(op: Collective, answer: Answer) -> Agreement:
     """Return on what the ranks agree: nothing is known if something that matters was not compared.
     Calls that make groups pass nothing that this compares.
     """
-    if op.op in WITHOUT_TENSORS - BARRIERS:
+    if op.op in _MAKES_GROUPS:
         return "unknown"
     if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
         return "sizes" if "dtype" in answer.aspects else "sizes-and-dtypes"

@@ -53,6 +53,16 @@ def test_nothing_is_claimed_of_an_address_that_may_be_served(
     assert found.cause.init is not None and found.cause.init.came == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("came_s_ago", "kind"), [(4.0, "healthy"), (12.0, "stuck-inside")])
+def test_ranks_that_start_late_have_time_to_connect(came_s_ago: float, kind: str) -> None:
+    """On a busy machine, rank 3 waits for long, and the others have just come."""
+    logs = [come(number, HERE) for number in range(4)]
+    for log in logs[:3]:
+        log.setups[-1].announced_ns = log.captured_ns - int(came_s_ago * 1e9)
+    found = verdict(*logs)
+    assert (found.kind, found.culprits) == (kind, [])
+
+
 @pytest.mark.parametrize(
     ("life", "store", "kept"), [(1, HERE, False), (2, None, False), (2, HERE, True)]
 )
