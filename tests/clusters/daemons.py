@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_UP_WITHIN_S = 40.0
+PATIENCE_S = 120.0
+"""Longest wait for what takes seconds, on a machine that is busy otherwise."""
 
 
 def path_of(name: str) -> str | None:
@@ -27,7 +28,7 @@ def why_not(programs: Sequence[str], packages: str) -> str | None:
     return f"{', '.join(missing)} is not installed (Debian: apt install {packages})."
 
 
-def wait_until(is_there: Callable[[], bool], name: str, timeout_s: float = _UP_WITHIN_S) -> None:
+def wait_until(is_there: Callable[[], bool], name: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait until something is there, or fail."""
     until = time.monotonic() + timeout_s
     while not is_there():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusters import daemons
-from clusters.daemons import Daemons, free_ports, wait_until
+from clusters.daemons import PATIENCE_S, Daemons, free_ports, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 NODES = ("n1", "n2")
@@ -123,7 +123,7 @@ class Slurm:
         shown = self.run("scontrol", "show", "job", job, "-o")
         return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
-    def wait_for_end(self, job: str, timeout_s: float = 120.0) -> dict[str, str]:
+    def wait_for_end(self, job: str, timeout_s: float = 2 * PATIENCE_S) -> dict[str, str]:
         """Wait until a job has ended. Returns what Slurm knows of it."""
         until = time.monotonic() + timeout_s
         while (state := self.state_of(job))["JobState"] in (

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from clusters.daemons import Daemons, free_ports, wait_until, why_not
+from clusters.daemons import PATIENCE_S, Daemons, free_ports, wait_until, why_not
 from clusters.programs import DIES, STALLS
 from conftest import REPOSITORY
 
@@ -34,7 +34,7 @@ _WHY_NOT = why_not(
 )
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(_WHY_NOT is not None, reason=_WHY_NOT or ""),
 ]
 
@@ -185,7 +185,7 @@ def test_a_job_that_runs_stalls_goes_on_and_ends(monitoring: Monitoring, tmp_pat
     )  # fmt: skip
     try:
         wait_until(
-            lambda: job.poll() is not None or len(ask("commlens_steps_total > 0")) == 2, "steps", 60
+            lambda: job.poll() is not None or len(ask("commlens_steps_total > 0")) == 2, "steps"
         )
         assert job.poll() is None, (tmp_path / "output").read_text()
         [alive] = ask("commlens_watcher_alive_timestamp_seconds")
@@ -193,12 +193,11 @@ def test_a_job_that_runs_stalls_goes_on_and_ends(monitoring: Monitoring, tmp_pat
         wait_until(
             lambda: titles_without_data(monitoring) <= NEED_FAULTS | NEED_GPUS,
             "all panels' data",
-            60,
         )
         assert titles_without_data(monitoring) >= {"Stuck", "Verdicts"}
         assert monitoring.pages == []
         (tmp_path / "stall").touch()
-        wait_until(lambda: bool(monitoring.paged("TrainingStuck")), "the page", 60)
+        wait_until(lambda: bool(monitoring.paged("TrainingStuck")), "the page")
         page = monitoring.paged("TrainingStuck")
         assert (page["labels"]["job_name"], page["labels"]["kind"]) == ("run-7", "missing")
         assert page["annotations"]["summary"] == "run-7 is stuck: missing; what to do: unknown"
@@ -206,11 +205,11 @@ def test_a_job_that_runs_stalls_goes_on_and_ends(monitoring: Monitoring, tmp_pat
         assert ask('commlens_verdicts_total{kind="missing"}')[0]["value"][1] == "1"
         assert not {"Stuck", "Verdicts"} & titles_without_data(monitoring)
         (tmp_path / "stall").unlink()
-        wait_until(lambda: bool(monitoring.paged("TrainingStuck", "resolved")), "its end", 60)
+        wait_until(lambda: bool(monitoring.paged("TrainingStuck", "resolved")), "its end")
         assert ask("commlens_stuck") == []
         assert {each["labels"]["alertname"] for each in monitoring.pages} == {"TrainingStuck"}
         (tmp_path / "end").touch()
-        assert job.wait(60) == 0, (tmp_path / "output").read_text()
+        assert job.wait(PATIENCE_S) == 0, (tmp_path / "output").read_text()
     finally:
         job.terminate()
         job.wait()
@@ -299,7 +298,7 @@ def test_the_script_of_the_docs_sends_the_verdict_on_a_death_to_alertmanager(
         tmp_path, DIES, "--on-verdict", "./alertmanager.sh",
         COMMLENS_JOB="run-8", ALERTMANAGER=monitoring.alertmanager,
     )  # fmt: skip
-    assert job.wait(90) != 0
+    assert job.wait(PATIENCE_S) != 0
     wait_until(lambda: bool(monitoring.paged("TrainingVerdict")), "the page")
     page = monitoring.paged("TrainingVerdict")
     assert page["labels"]["job_name"].endswith("-run-8")

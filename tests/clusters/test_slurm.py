@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
+from clusters.daemons import PATIENCE_S
 from clusters.slurm import Slurm, cluster, why_not
 from conftest import REPOSITORY
 
 pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 
@@ -78,7 +79,7 @@ def batch(slurm: Slurm, tmp_path: Path) -> Batch:
     return write
 
 
-def wait_for(file: Path, text: str, timeout_s: float = 90.0) -> None:
+def wait_for(file: Path, text: str, timeout_s: float = PATIENCE_S) -> None:
     until = time.monotonic() + timeout_s
     while not (file.exists() and text in file.read_text()):
         assert time.monotonic() < until, file.read_text() if file.exists() else "no output"
