@@ -5,8 +5,9 @@ PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_VERSION := $(PINNED_TORCH)
 
 # The first suitable Python that can create virtual environments. In an active one it is the Python that
-# this was made from: the targets may make .venv anew.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
+# this was made from: the targets may make .venv anew. It is looked for once, where a target needs it.
+PYTHON ?= $(eval PYTHON := $(FOUND_PYTHON))$(PYTHON)
+FOUND_PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$python -c 'import sys, ensurepip, venv; (3, 10) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); \
 	print(sys._base_executable)' 2>/dev/null && break; done)
 
@@ -171,26 +172,32 @@ clean: ## Remove the virtual environments
 	rm -rf .venv .venv-*
 
 # What the demo needs: torch first, then commlens. A torch other than the pinned one chooses the versions of its own dependencies.
-# To compile all of torch's modules takes longer than to install it: the part that the ranks import is compiled here, once for all of
-# them, while pip builds commlens.
+# pip is unpacked from the wheel that Python brings, and nothing is compiled while it is installed: to compile all modules takes longer
+# than to install them. What the demo imports is compiled here, once for all ranks, while pip builds commlens: torch by one process,
+# sympy, which torch imports late, and commlens by another.
+UNPACK_PIP := import ensurepip, glob, os, sysconfig, zipfile; \
+	wheel, = glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", "pip-*.whl")); \
+	zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
 IMPORTED := import torch.distributed.run, torch.distributed.fsdp, torch.distributed.tensor.parallel
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
 	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_VERSION) numpy $(USE_CPU_INDEX) \
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(VENV)/bin/python -c '$(UNPACK_PIP)' 2>/dev/null || $(VENV)/bin/python -m ensurepip >/dev/null
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_VERSION) numpy 'setuptools>=77' $(USE_CPU_INDEX) \
 		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
 	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
 	@{ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV)/bin/python -c '$(IMPORTED)' || true; } & \
-		$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks]' --constraint $(VENV)/constraints.txt; \
-		status=$$?; wait; exit $$status
+		{ $(VENV)/bin/python -c 'import sympy'; $(VENV)/bin/python -m compileall -q src || true; } & \
+		$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-build-isolation --editable '.[stacks]' \
+		--constraint $(VENV)/constraints.txt; status=$$?; wait; exit $$status
 	@touch $@
 
 # What the tests, the linters and the documentation need besides.
 $(VENV)/.ready: $(VENV)/.demo
 	@echo "Adding to $(VENV) what the tests, the linters and the documentation need: once."
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint,docs]' --constraint $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[stacks,test,lint,docs]' --constraint $(VENV)/constraints.txt
 	@touch $@
 
 # A Chromium for the tests of pages: the system's, else Debian's, else the one that Playwright downloads. Without a Chromium, these tests are skipped with a message.
