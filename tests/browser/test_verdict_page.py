@@ -310,9 +310,16 @@ def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
     page = open_page(stuck)
     chart = page.get_by_role("application", name="Timeline")
     ticks = page.locator(".axis span")
+    canvas = page.locator(".lanes canvas")
+    expect(ticks).not_to_have_count(0)
     before = ticks.all_inner_texts()
     page.get_by_role("button", name="Everything").click()
     expect(ticks).not_to_have_text(before)
+    everything = ticks.all_inner_texts()
+    width = canvas.bounding_box()["width"]
+    page.set_viewport_size({"width": 1190, "height": 800})
+    expect(canvas).not_to_have_css("width", f"{width:g}px")
+    expect(ticks).to_have_text(everything)
     page.get_by_role("button", name="Around 0").click()
     expect(ticks).to_have_text(before)
     page.get_by_role("button", name="Zoom in").click()
@@ -324,7 +331,6 @@ def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
     expect(ticks).not_to_have_text(before)
     page.keyboard.press("0")
     # What is in flight reaches to the right edge; rank 4 waits for rank 5.
-    canvas = page.locator(".lanes canvas")
     area = canvas.bounding_box()
     height = area["height"] / 8
     canvas.hover(position={"x": area["width"] - 20, "y": 4.5 * height - 4})

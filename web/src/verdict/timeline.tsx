@@ -53,6 +53,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   const box = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
   const behavior = useRef<ZoomBehavior<HTMLCanvasElement, unknown> | null>(null);
+  const view = useRef<readonly [number, number]>(data.window); // stays when the width changes
   const [width, setWidth] = useState(0);
   const [transform, setTransform] = useState<ZoomTransform | null>(null);
   const [spot, setSpot] = useState<Spot | null>(null);
@@ -75,8 +76,9 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   }, []);
   useEffect(() => onThemeChange(() => redraw((count) => count + 1)), []);
 
-  // d3's zoom handles mouse, touch and pinch; the wheel alone scrolls the page.
-  useEffect(() => {
+  // d3's zoom handles mouse, touch and pinch; the wheel alone scrolls the page. It is set before the chart is painted: else
+  // the chart would show everything at first, and a click would be lost.
+  useLayoutEffect(() => {
     const element = canvas.current;
     if (!element || !width) return;
     const made = zoom<HTMLCanvasElement, unknown>()
@@ -84,10 +86,14 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
       .scaleExtent([1, 1e7])
       .translateExtent([[0, 0], [width, 0]])
       .extent([[0, 0], [width, 0]])
-      .on("zoom", (event: D3ZoomEvent<HTMLCanvasElement, unknown>) => setTransform(event.transform));
+      .on("zoom", (event: D3ZoomEvent<HTMLCanvasElement, unknown>) => {
+        const [from, to] = event.transform.rescaleX(base).domain();
+        view.current = [from!, to!];
+        setTransform(event.transform);
+      });
     behavior.current = made;
     select(element).call(made).on("dblclick.zoom", null);
-    show(data.window);
+    show(view.current);
   }, [width, data]);
 
   function show([from, to]: readonly [number, number]) {
