@@ -5,6 +5,7 @@ one by one, each the late member is named, and healthy ones get no word.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from chosen import long
+from harness import kill
 from ports import free_port
+from zygote_client import Zygote, has_ended
 
 from commlens.processes import pyspy
 
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def run(
+    zygote: Zygote,
     shape: str,
     late: str,
     worlds: dict[str, int],
@@ -36,44 +40,48 @@ def run(
     """Start all processes of all worlds. Returns what they printed.
 
     ``meanwhile`` is called with the environment, and the pid of one of them in FIRST_PID, before
-    the late one goes on. Of the roles, ``recorded`` are; by default all.
+    the late one goes on. Of the roles, ``recorded`` are; by default all. If some are not, each
+    process imports torch itself, so that what others see of it from outside is its own.
     """
     common = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name.startswith("COMMLENS")},
         "MASTER_ADDR": "127.0.0.1",
         "GROUP_PORT": str(free_port()),
         "GO": str(folder / "go"),
-        "OMP_NUM_THREADS": "1",
         "COMMLENS_STALL_TIMEOUT": "4",
         "COMMLENS_DUMP_DIR": str(folder / "dumps"),
         "COMMLENS_BOX_DIR": str(folder / "boxes"),
         "COLUMNS": "200",
     }
     (folder / "boxes").mkdir()
-    started = []
+    started: list[int] = []
     for role, size in worlds.items():
         port = str(free_port())
-        by = ["-m", "commlens", "run"] if recorded is None or role in recorded else []
-        for rank in range(size):
-            environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
-            with (folder / f"{role}{rank}.out").open("w") as output:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, *by, str(PROGRAM), shape, late, role],
-                        env=common | environment,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+        on = "1" if recorded is None or role in recorded else "0"
+        named = {"COMMLENS_WORLD": role} if len(worlds) > 1 and recorded is None else {}
+        ranks = [
+            {
+                "environment": {
+                    **(common | named),
+                    "COMMLENS" if recorded is None else "ALONE": on,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "MASTER_PORT": port,
+                },
+                "arguments": [str(PROGRAM), shape, late, role],
+            }
+            for rank in range(size)
+        ]
+        (folder / role).mkdir()
+        asked = zygote.ask(do="start", folder=str(folder / role), store=False, ranks=ranks)
+        started += asked["pids"]
     try:
-        meanwhile({**common, "FIRST_PID": str(started[0].pid)})
+        meanwhile({**os.environ, **common, "FIRST_PID": str(started[0])})
         (folder / "go").touch()
-        for each in started:
-            each.wait(TIMEOUT_S)
+        until(lambda: all(map(has_ended, started)))
     finally:
-        for each in started:
-            each.kill()
-            each.wait()
+        kill(started, signal.SIGKILL)
+        zygote.reap(started)
         words = words_in(folder)
         print(words)
     return words
@@ -81,7 +89,7 @@ def run(
 
 def words_in(folder: Path) -> str:
     """Return what the processes have printed so far, without line breaks."""
-    return " ".join(" ".join(path.read_text() for path in sorted(folder.glob("*.out"))).split())
+    return " ".join(" ".join(path.read_text() for path in sorted(folder.glob("*/*.out"))).split())
 
 
 def until(is_true: Callable[[], object]) -> None:
@@ -134,7 +142,7 @@ def until(is_true: Callable[[], object]) -> None:
     ],
 )
 def test_the_late_member_is_named(
-    tmp_path: Path, shape: str, worlds: dict[str, int], late: str, said: str
+    zygote: Zygote, tmp_path: Path, shape: str, worlds: dict[str, int], late: str, said: str
 ) -> None:
     shown = ""
 
@@ -147,7 +155,7 @@ def test_the_late_member_is_named(
                 command, env=environment, capture_output=True, text=True, check=False
             ).stdout
 
-    words = run(shape, late, worlds, tmp_path, look)
+    words = run(zygote, shape, late, worlds, tmp_path, look)
     assert said in words
     assert words.count("VERDICT") <= len(worlds)
     for other in ("default group [0-1]", "failed, the job goes on", "wait for each other"):
@@ -168,13 +176,15 @@ def test_the_late_member_is_named(
         long("made_again", {"job": 2}),
     ],
 )
-def test_healthy_worlds_get_no_word(tmp_path: Path, shape: str, worlds: dict[str, int]) -> None:
-    words = run(shape, "nobody", worlds, tmp_path)
+def test_healthy_worlds_get_no_word(
+    zygote: Zygote, tmp_path: Path, shape: str, worlds: dict[str, int]
+) -> None:
+    words = run(zygote, shape, "nobody", worlds, tmp_path)
     assert "commlens:" not in words and "VERDICT" not in words and "Error" not in words
 
 
 @pytest.mark.long
-def test_worlds_that_are_not_recorded_are_one_picture(tmp_path: Path) -> None:
+def test_worlds_that_are_not_recorded_are_one_picture(zygote: Zygote, tmp_path: Path) -> None:
     if pyspy.find() is None:
         pytest.skip("py-spy is not installed")
     shown = ""
@@ -193,22 +203,26 @@ def test_worlds_that_are_not_recorded_are_one_picture(tmp_path: Path) -> None:
         until(attach)
         shown = " ".join(shown.split())
 
-    run("two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=[])
+    run(
+        zygote, "two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=[]
+    )
     print(shown)
-    assert "worlds_programs.py:57 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
+    assert "worlds_programs.py:63 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
     assert "Trainer 1: in barrier of the default group at" in shown
     assert "Looked at 4 ranks of 4 of trainer and rollout (pids" in shown
     assert "Confidence: medium" in shown
 
 
 @pytest.mark.long
-def test_a_process_that_may_be_a_member_without_a_record_is_evidence(tmp_path: Path) -> None:
+def test_a_process_that_may_be_a_member_without_a_record_is_evidence(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     def look(_: Mapping[str, str]) -> None:
         until(lambda: "dump saved" in words_in(tmp_path))
 
     worlds = {"trainer": 2, "rollout": 2}
-    words = run("two_worlds", "rollout:1", worlds, tmp_path, look, recorded=["trainer"])
+    words = run(zygote, "two_worlds", "rollout:1", worlds, tmp_path, look, recorded=["trainer"])
     assert "2 of 3 members of group weight_sync" in words
     assert words.count("is not recorded by commlens, and is connected with rank 0") == 2
     if pyspy.find() is not None:
-        assert "connected with rank 0: it is in worlds_programs.py:57 sleep." in words
+        assert "connected with rank 0: it is in worlds_programs.py:63 sleep." in words

@@ -3,7 +3,8 @@ reinforcement learning and serving do, and one member may come late.
 
 Usage: worlds_programs.py SHAPE LATE ROLE, with RANK, WORLD_SIZE and MASTER_PORT as usual, and
 GROUP_PORT (and GROUP_HOST, if it is not here) of the store of the group that is made by hand. LATE
-is ROLE:RANK of the process that sleeps until there is the file GO, or nobody.
+is ROLE:RANK of the process that sleeps until there is the file GO, or nobody. With ALONE, the
+process begins anew, with the value of it as COMMLENS.
 """
 
 import contextlib
@@ -17,6 +18,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.distributed import distributed_c10d as c10d
+
+if "ALONE" in os.environ:
+    os.environ["COMMLENS"] = os.environ.pop("ALONE")
+    del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]  # which the zygote has
+    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 WAIT = datetime.timedelta(seconds=90)
 SHAPE, LATE, ROLE = sys.argv[1:4]
