@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from chosen import NATIVE_FIRST
 from harness import Harness
+from more_scenarios import find
 
 pytest.importorskip("torch")
 
@@ -16,7 +17,6 @@ import commlens
 from commlens.config import Settings
 from commlens.text import hazard_phrase
 from commlens.traces.trace import Trace
-from conftest import RunCommlens
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -174,19 +174,17 @@ def test_verification_finds_what_touches_a_buffer_before_the_wait(recorded: Reco
     assert touches(recorded.output(TOUCHING, debug=True)) == TOUCHES
 
 
-def test_a_trace_with_ops_has_them(tmp_path: Path, run_commlens: RunCommlens) -> None:
-    (tmp_path / "train.py").write_text(TOUCHING.lstrip())
-    ended = run_commlens(
-        *("launch", "--nproc-per-node", "2", "-m", "commlens", "trace", "--depth", "ops"),
-        "train.py",
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    data = Trace.load(tmp_path / "commlens-trace" / "trace-rank0.json").data
+def test_a_trace_with_ops_has_them(tmp_path: Path, jobs: Harness) -> None:
+    program, traces = tmp_path / "train.py", tmp_path / "traces"
+    program.write_text(TOUCHING.lstrip())
+    command = ["-m", "commlens", "trace", "--depth", "ops", "--output", str(traces), str(program)]
+    ended = jobs.run_job(find("healthy-plain"), 2, tmp_path, recorded=False, arguments=command)
+    assert set(ended.exits.values()) == {0}, ended
+    data = Trace.load(traces / "trace-rank0.json").data
     assert {
         phrase.partition(" before the wait")[0] for phrase in map(hazard_phrase, data.hazards)
     } == TOUCHES
-    assert all(f"latent fault: {each}" in ended.stderr for each in TOUCHES)
+    assert all(f"latent fault: {each}" in ended.outputs[0] for each in TOUCHES)
 
 
 @pytest.mark.parametrize("fake_tensors", [False, True])

@@ -166,21 +166,11 @@ def test_the_script_is_itself(traced):
     )
 
 
-def test_a_preview_shows_what_the_real_run_issued(traced, tmp_path):
+def test_a_preview_shows_what_the_real_run_issued(traced, tmp_path, call_commlens):
     folder, _ = traced
-    run(
-        folder,
-        "commlens",
-        "preview",
-        "--world-size",
-        "2",
-        "--rank",
-        "1",
-        "--output",
-        f"{tmp_path}/x.json",
-        "train.py",
-        "well",
-    )
+    options = ("--world-size", "2", "--rank", "1", "--output", "x.json")
+    done = call_commlens("preview", *options, str(folder / "train.py"), "well")
+    assert done.returncode == 0, done.stderr
     real = load(folder / "commlens-trace" / "trace-rank1.json")
     previewed = load(tmp_path / "x.json")
     assert collectives(previewed) == collectives(real)

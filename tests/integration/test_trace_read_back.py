@@ -4,18 +4,15 @@ on gloo.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import Harness
 
 import commlens
 from commlens import commands
 from commlens.traces.diff_ranks import compare_ranks
 from commlens.traces.files import read_ranks
-from conftest import SOURCE
 
 PROGRAM = """
 import os, sys, warnings
@@ -28,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import commlens
 from commlens.testing import assert_collectives, assert_matches_golden
 
-out, backend, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+out, backend, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(os.environ["RANK"])
 if backend == "fake":
     from torch.testing._internal.distributed.fake_pg import FakeStore
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -79,43 +76,19 @@ dist.destroy_process_group()
 """
 
 
-def run(out: Path, backend: str, size: int, ranks: int) -> str:
-    program = out / "program.py"
-    program.write_text(PROGRAM)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(SOURCE),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(out), backend, str(size), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank} of {ranks}:\n{output}"
-    return outputs[0]
+def run(jobs: Harness, out: Path, backend: str, size: int, ranks: int) -> str:
+    """Run the program on some ranks of a world. Return what rank 0 printed."""
+    arguments = [str(out), backend, str(size)]
+    result = jobs.run_program(PROGRAM, ranks, out, recorded=False, arguments=arguments)
+    assert set(result.exits.values()) == {0}, result
+    return result.outputs[0]
 
 
 @pytest.mark.timeout(120)
-def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
-    output = run(tmp_path, "fake", 4, 1)
+def test_a_trace_of_a_tensor_parallel_mlp_is_read(jobs, tmp_path, capsys):
+    output = run(jobs, tmp_path, "fake", 4, 1)
     path = tmp_path / "traces" / "trace-rank0.json.gz"
-    assert "- all_reduce: expected 1, found 2:" in output and "program.py:" in output
+    assert "- all_reduce: expected 1, found 2:" in output and "train.py:" in output
     trace = commlens.Trace.load(path)
     assert trace.counts(by=("phase", "op")) == {
         ("forward", "all_reduce"): 1,
@@ -140,8 +113,8 @@ def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
 
 
 @pytest.mark.timeout(120)
-def test_two_ranks_side_by_side(tmp_path, capsys):
-    run(tmp_path, "gloo", 2, 2)
+def test_two_ranks_side_by_side(jobs, tmp_path, capsys):
+    run(jobs, tmp_path, "gloo", 2, 2)
     ranks = read_ranks([tmp_path / "traces"]).ranks
     assert (
         ranks.answer() == "All 2 ranks issued the same collectives." and ranks.differences() == []

@@ -35,7 +35,7 @@ def half_installed(folder: Path, *, package: bool, autoload: bool) -> Path:
     (info / "entry_points.txt").write_text("[torch.backends]\ncommlens = commlens_autoload:start\n")
     if package:
         shutil.copytree(
-            SOURCE / "commlens", folder / "commlens", ignore=shutil.ignore_patterns("__pycache__")
+            SOURCE / "commlens", folder / "commlens", ignore=shutil.ignore_patterns("*.pyc.*")
         )
     if autoload:
         shutil.copy(SOURCE / "commlens_autoload.py", folder)
