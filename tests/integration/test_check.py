@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from chosen import long
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from commlens.check.api import check_plan
@@ -226,7 +227,7 @@ def uses_a_group_of_a_former_world() -> None:
         (uses_a_group_of_a_former_world, ""),
     ],
 )
-@pytest.mark.parametrize("fake_tensors", [False, True])
+@pytest.mark.parametrize("fake_tensors", [False, long(True)])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_a_backend_takes_is_no_fault(program: Any, backend: str, fake_tensors: bool) -> None:
     verdict = checked(program, 3, backend=backend, fake_tensors=fake_tensors)
@@ -256,8 +257,8 @@ def sends_short_integers() -> None:
 @pytest.mark.parametrize(
     ("program", "refused_by"),
     [
-        (reduces_short_integers, ["gloo", "nccl"]),
-        (masks_fractions, ["gloo", "nccl"]),
+        long(reduces_short_integers, ["gloo", "nccl"]),
+        long(masks_fractions, ["gloo", "nccl"]),
         (averages_counts, ["gloo"]),
         (sends_short_integers, ["nccl"]),
         (gathers_unevenly, ["gloo"]),
@@ -363,7 +364,7 @@ def one_goes_on_after_the_shortest() -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "culprits"),
     [
-        (routes_tokens, "healthy", []),
+        long(routes_tokens, "healthy", []),
         (routes_tokens_wrongly, "mismatch/splits", [0]),
         (pads_to_the_longest, "healthy", []),
         (stops_when_one_has_no_data, "healthy", []),
@@ -538,7 +539,7 @@ def starts_its_own_ranks() -> None:
         (meets_at_an_address_of_its_own, False),
         (says_who_makes_the_store, True),
         (meets_at_the_launchers_address, True),
-        (starts_its_own_ranks, True),
+        long(starts_its_own_ranks, True),
     ],
 )
 def test_who_makes_a_store_at_an_address_of_its_own(program: Any, proven: bool) -> None:
@@ -658,10 +659,10 @@ def exchanges_guards() -> None:
         (makes_its_own_store, 2, "dist.TCPStore", "the store at 127.0.0.1:29599"),
         (lets_torch_make_a_store, 2, "rendezvous", "the store at 127.0.0.1:29512"),
         (has_a_helper_with_a_rank_of_another_program, 2, ".allreduce", "by hand"),
-        (has_a_helper_of_its_last_ranks, 3, ".broadcast", "by hand"),
-        (lets_torch_make_the_helper, 2, ".allreduce", "by hand"),
+        long(has_a_helper_of_its_last_ranks, 3, ".broadcast", "by hand"),
+        long(lets_torch_make_the_helper, 2, ".allreduce", "by hand"),
         (asks_for_more_ranks, 2, "init_process_group", "a world of 3 ranks, but this check runs 2"),
-        (makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
+        long(makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
         (changes_places, 2, "", "rank 0, but this check runs another rank there"),
         (exchanges_sizes_as_it_compiles, 2, "", "exchanges sizes between ranks"),
         pytest.param(

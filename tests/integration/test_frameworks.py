@@ -37,7 +37,8 @@ def start(bench: Bench, name: str, fault: str) -> Program:
 
 @pytest.fixture(
     params=[
-        *("accelerate", "fabric", "lightning", "transformers", "deepspeed"),
+        pytest.param("accelerate", marks=pytest.mark.long),  # test_accelerate.py runs it, too
+        *("fabric", "lightning", "transformers", "deepspeed"),
         *("ray", "ray_actors", "torchft"),
     ]
 )

@@ -27,7 +27,9 @@ def load() -> ModuleType:
 
 
 programs = load()
-OFTEN = ("asleep_before_combine", "queue_full")
+OFTEN = ("asleep_before_combine",)
+"""The queues have tests in ``tests/unit/diagnosis/select/test_worlds.py``.
+"""
 
 
 @pytest.mark.parametrize("name", [*OFTEN, *(long(n) for n in programs.REPORTS if n not in OFTEN)])

@@ -222,7 +222,7 @@ def children() -> set[int]:
                 'raise ValueError("bad batch")',
             ],
         ),
-        (
+        long(
             "exit",
             ["Rank 1 failed first: its process exited with status 0 before the function returned"],
         ),
@@ -273,7 +273,7 @@ def wait_or_work(how: str) -> None:
     ("how", "words"),
     [
         ("waits", "VERDICT rank 1 never reached barrier #1"),
-        ("works", "for rank 1, which is working"),
+        long("works", "for rank 1, which is working"),
     ],
 )
 def test_the_verdict_is_printed_when_pytest_timeout_ends_the_call(
