@@ -19,8 +19,9 @@ from commlens.errors import CommandError
 from commlens.health.changes import Sources
 from commlens.health.places import part_names
 from commlens.health.sources import normal_address
+from commlens.model.grouping import natural
 from commlens.model.health import NodeHealth, gpus_by_index
-from commlens.model.topology import HostPlace, Inventory, natural, rail_of
+from commlens.model.topology import HostPlace, Inventory, rail_of
 
 TOPOLOGY_VARIABLES: Final = (
     "NCCL_TOPO_FILE",

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from commlens.model.grouping import natural
+
 
 class HostPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a host is; what is empty is not known."""
@@ -43,10 +45,3 @@ def rail_of(nic: str, nics: Sequence[str]) -> str:
     """
     names = sorted({*nics} - {""}, key=natural)
     return str(names.index(nic)) if nic in names and len(names) > 1 else ""
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts ``mlx5_2`` before ``mlx5_10``."""
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from commlens.errors import SelectionError
+from commlens.model.grouping import natural
 from commlens.model.trace import Coverage, Depth, TraceData, TraceEvent
 from commlens.text import count, number, size
 from commlens.traces import fields, wording
@@ -239,7 +240,7 @@ def condense(data: TraceData) -> TraceData:
 
 
 def _stable_order(event: TraceEvent) -> tuple[Any, ...]:
-    return wording.natural(event.site or ""), str(event.phase), event.op, repr(event)
+    return natural(event.site or ""), str(event.phase), event.op, repr(event)
 
 
 def _check_names(

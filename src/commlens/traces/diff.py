@@ -10,11 +10,12 @@ still remain are new or gone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
-from commlens.model.grouping import grouped
+from commlens.model.grouping import grouped, natural
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_changes import Change, TraceComparison
 from commlens.text import count, joined, number, size, two_sizes
@@ -236,18 +237,14 @@ def _weight(amounts: Mapping[ComparedFields, Fraction]) -> Fraction:
     return sum((kind.wire_bytes * amount for kind, amount in amounts.items()), Fraction())
 
 
+def _more(one: Amounts, other: Amounts) -> Amounts:
+    """Return the collectives that ``one`` has more of."""
+    more = {kind: amount - other.get(kind, 0) for kind, amount in one.items()}
+    return {kind: amount for kind, amount in more.items() if amount > 0}
+
+
 def _changes(old: Amounts, new: Amounts) -> list[Change]:
-    common = {kind: min(amount, new[kind]) for kind, amount in old.items() if kind in new}
-    gone = {
-        kind: amount - common.get(kind, 0)
-        for kind, amount in old.items()
-        if amount > common.get(kind, 0)
-    }
-    added = {
-        kind: amount - common.get(kind, 0)
-        for kind, amount in new.items()
-        if amount > common.get(kind, 0)
-    }
+    gone, added = _more(old, new), _more(new, old)
     steps: list[tuple[str, Callable[[ComparedFields], Hashable]]] = [
         ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
         # to another group
@@ -266,10 +263,12 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
         ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes)),
         ("replaced", lambda kind: (kind.phase, kind.site, kind.group)),
     ]
-    pairs: list[tuple[str, ComparedFields, ComparedFields, Fraction]] = []
-    for name, key in steps:
-        pairs += [(name, *pair) for pair in _pair(gone, added, key)]
-    changes = [_pair_change(name, group) for name, group in _similar_pairs(pairs)]
+    pairs = [
+        (_similarity(name, pair), pair)
+        for name, key in steps
+        for pair in _take_pairs(gone, added, key)
+    ]
+    changes = [_pair_change(alike[0], group) for alike, group in grouped(pairs).items()]
     changes += [_alone_change("gone", group, old, new) for group in _similar(gone)]
     changes += [_alone_change("new", group, old, new) for group in _similar(added)]
     return sorted(
@@ -282,26 +281,27 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
     )
 
 
-def _pair(
+class _Pair(NamedTuple):
+    before: ComparedFields
+    after: ComparedFields
+    amount: Fraction  # of the calls that changed so
+
+
+def _take_pairs(
     gone: Amounts, added: Amounts, key: Callable[[ComparedFields], Hashable]
-) -> Iterable[tuple[ComparedFields, ComparedFields, Fraction]]:
+) -> Iterator[_Pair]:
     """Take pairs with the same key out of both, the most similar pairs first."""
     candidates = grouped((key(kind), kind) for kind in added)
-    pairs = []
     for kind in sorted(gone, key=repr):
         others = sorted(
             candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), repr(other))
         )
         for other in others:
-            amount = min(gone.get(kind, Fraction()), added.get(other, Fraction()))
-            if amount <= 0:
-                continue
-            pairs.append((kind, other, amount))
-            for amounts, taken in ((gone, kind), (added, other)):
-                amounts[taken] -= amount
-                if amounts[taken] == 0:
-                    del amounts[taken]
-    return pairs
+            amount = min(gone[kind], added[other])
+            if amount > 0:
+                gone[kind] -= amount
+                added[other] -= amount
+                yield _Pair(kind, other, amount)
 
 
 def _distance(one: ComparedFields, other: ComparedFields) -> int:
@@ -343,43 +343,30 @@ def _without_numbers(kind: ComparedFields) -> ComparedFields:
     )
 
 
-Pair = tuple[ComparedFields, ComparedFields, Fraction]
+def _similarity(name: str, pair: _Pair) -> tuple[str, Hashable]:
+    """Return a key of the pairs that one sentence describes, which begins with the change."""
+    one, other, _ = pair
+    modules = one.site == other.site, one.owner == other.owner
+    return name, (_without_numbers(one), _without_numbers(other), modules)
 
 
-def _similar_pairs(
-    pairs: list[tuple[str, ComparedFields, ComparedFields, Fraction]],
-) -> Iterable[tuple[str, list[Pair]]]:
-    groups: dict[Hashable, list[Pair]] = {}
-    for name, one, other, amount in pairs:
-        key = (
-            name,
-            _without_numbers(one),
-            _without_numbers(other),
-            one.site == other.site,
-            one.owner == other.owner,
-        )
-        groups.setdefault(key, []).append((one, other, amount))
-    return [(key[0], group) for key, group in groups.items()]  # type: ignore[index]
-
-
-def _similar(amounts: Amounts) -> list[dict[ComparedFields, Fraction]]:
+def _similar(amounts: Amounts) -> Iterable[dict[ComparedFields, Fraction]]:
     """Group by op, place and group, regardless of size. Modules that differ only in a number are
     grouped.
     """
-    groups: dict[Hashable, dict[ComparedFields, Fraction]] = {}
-    for kind, amount in amounts.items():
-        key = (
-            kind.op,
-            kind.phase,
-            None if kind.site is None else wording.pattern(kind.site),
-            kind.group,
+    groups = grouped(
+        (
+            (kind.op, kind.phase, kind.site and wording.pattern(kind.site), kind.group),
+            (kind, amount),
         )
-        groups.setdefault(key, {})[kind] = amount
-    return list(groups.values())
+        for kind, amount in amounts.items()
+        if amount
+    )
+    return map(dict, groups.values())
 
 
 def _site(kinds: Iterable[ComparedFields]) -> tuple[str | None, int]:
-    sites = sorted({kind.site for kind in kinds if kind.site is not None}, key=wording.natural)
+    sites = sorted({kind.site for kind in kinds if kind.site is not None}, key=natural)
     return (wording.fold(sites) or None), max(1, len(sites))
 
 
@@ -394,12 +381,11 @@ def _model(site: str | None) -> str | None:
     )
 
 
-def _pair_change(name: str, group: list[Pair]) -> Change:
-    ones, others = [one for one, _, _ in group], [other for _, other, _ in group]
-    amount = sum((pair_amount for _, _, pair_amount in group), Fraction())
-    one, other = ones[0], others[0]
-    site, modules = _site(ones)
-    site_after, _ = _site(others)
+def _pair_change(name: str, group: list[_Pair]) -> Change:
+    amount = sum((pair.amount for pair in group), Fraction())
+    one, other, _ = group[0]
+    site, modules = _site(pair.before for pair in group)
+    site_after, _ = _site(pair.after for pair in group)
     before, after = (
         wording.place(one.phase, _model(site)),
         wording.place(other.phase, _model(site_after)),
@@ -437,8 +423,8 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
         changed=changed,
         calls_before=_plain(amount),
         calls_after=_plain(amount),
-        wire_bytes_before=_plain(sum((kind.wire_bytes * n for kind, _, n in group), Fraction())),
-        wire_bytes_after=_plain(sum((kind.wire_bytes * n for _, kind, n in group), Fraction())),
+        wire_bytes_before=_plain(sum((p.before.wire_bytes * p.amount for p in group), Fraction())),
+        wire_bytes_after=_plain(sum((p.after.wire_bytes * p.amount for p in group), Fraction())),
         modules=modules,
     )
 
@@ -510,7 +496,7 @@ def _purpose(group: Iterable[ComparedFields]) -> str:
     if len(causes) == 1:
         return f", DTensor {next(iter(causes))}"
     if len(owners) == 1:
-        kinds = sorted({kind.owner for kind in group if kind.owner}, key=wording.natural)
+        kinds = sorted({kind.owner for kind in group if kind.owner}, key=natural)
         return (
             f", for {kinds[0].replace(_ROOT, 'the model')}"
             if len(kinds) == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from commlens.errors import CommandError
-from commlens.model.grouping import grouped
+from commlens.model.grouping import grouped, natural
 from commlens.model.network import Network
 from commlens.model.ops import POINT_TO_POINT, UNEVEN
 from commlens.model.trace import TraceData, TraceEvent
@@ -404,7 +404,7 @@ def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
 
 def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) -> str:
     (op, group, phase, _), mine, theirs = found[0]
-    sites = sorted({key[3] for key, _, _ in found if key[3] is not None}, key=wording.natural)
+    sites = sorted({key[3] for key, _, _ in found if key[3] is not None}, key=natural)
     each = " each" if len(sites) > 1 else ""
     where = wording.within(phase, wording.fold(sites) or None)
     more = "more" if mine > theirs else "fewer"

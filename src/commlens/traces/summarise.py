@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from commlens.model.collective import ProcessGroup
-from commlens.model.grouping import grouped
+from commlens.model.grouping import grouped, natural
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
@@ -177,7 +177,7 @@ def folded(paths: Iterable[str]) -> dict[str, str]:
     names = {}
     for pattern, members in by_pattern.items():
         together = len(members) >= _FOLD_FROM and "#" in pattern
-        shared = wording.fold(sorted(members, key=wording.natural)) if together else ""
+        shared = wording.fold(sorted(members, key=natural)) if together else ""
         names.update({path: shared or path for path in members})
     return names
 
@@ -231,7 +231,7 @@ def _sort_key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
     uncalled paths last.
     """
     return [
-        (0, places[part]) if part in places else (1, wording.natural(part.rpartition(".")[2]))
+        (0, places[part]) if part in places else (1, natural(part.rpartition(".")[2]))
         for part in wording.prefixes(path)
     ]
 
@@ -290,7 +290,7 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
     group = data.group_of(first)
     sizes = {len(data.group_of(event).ranks) for event in events}
     of_ranks = f" ({count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
-    sites = sorted({event.site for event in events if event.site is not None}, key=wording.natural)
+    sites = sorted({event.site for event in events if event.site is not None}, key=natural)
     text = (
         f"{number(calls)} {first.op} on {wording.label(group)}{of_ranks}:"
         f" {wording.place(first.phase, wording.fold(sites) or None)}"
@@ -313,9 +313,7 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
     """
     owner = events[0].owner
     assert owner is not None
-    names = sorted(
-        {event.owner.name for event in events if event.owner is not None}, key=wording.natural
-    )
+    names = sorted({event.owner.name for event in events if event.owner is not None}, key=natural)
     if owner.library == "DDP":
         return f"for DDP's {_buckets(names, owner.parameters)}"
     sites = {event.site for event in events}

@@ -129,15 +129,6 @@ def fold(paths: Iterable[str]) -> str:
     )
 
 
-def natural(text: str) -> tuple[tuple[int, int | str], ...]:
-    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
-    return tuple(
-        (0, int(part)) if part.isdecimal() else (1, part)
-        for part in re.split(r"(\d+)", text)
-        if part
-    )
-
-
 def some_of(values: Sequence[str], most: int) -> str:
     """Return the end of a sentence: all of the values with a full stop, or the first ones with an
     ellipsis.

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
+from commlens.model.grouping import natural
+
 RANK_MAX: Final = 9_999_999
 
 # of the job, not of a node or a group
@@ -215,7 +217,7 @@ def _by_node(names: Sequence[str], each: list[FileName]) -> None:
     numbered = {(each[at].node, each[at].local_rank) for at in waiting if each[at].node >= 0}
     suffices = len(numbered) == len(waiting)
     where = {
-        at: (each[at].node, () if suffices else _key(_before_local(names[at]))) for at in waiting
+        at: (each[at].node, () if suffices else natural(_before_local(names[at]))) for at in waiting
     }
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}
     per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
@@ -235,15 +237,6 @@ def _before_local(name: str) -> str:
     """Return the part of a name that may tell its node."""
     *_, last = _LOCAL.finditer(name)  # it has a local rank, which this found
     return _OF_PROCESS.sub("", _without_dates(name[: last.start()]))
-
-
-def _key(name: str) -> tuple[tuple[int, str], ...]:
-    """Return a sort key that puts ``node10`` after ``node9``."""
-    return tuple(
-        (int(part), "") if part.isdecimal() and part.isascii() and len(part) < 10 else (-1, part)
-        for part in re.split(r"([0-9]+)", name)
-        if part
-    )
 
 
 def _stated_rank(part: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.diagnosis import live
 from commlens.model.cause import CollectiveRef, GroupRef
@@ -81,6 +81,14 @@ class OutOfStepCheck:
         return confirmed
 
 
+class HeldVerdict(NamedTuple):
+    """A verdict that the node that reports for the job decides on first."""
+
+    until: float  # CLOCK_MONOTONIC, seconds
+    verdict: Verdict
+    may_abort: bool
+
+
 class MismatchReporter:
     """Turns discrepancies into verdicts.
 
@@ -101,8 +109,7 @@ class MismatchReporter:
         self.verification = verification
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
-        # for the node that reports for the job: until when, verdict, may it abort
-        self.held: list[tuple[float, Verdict, bool]] = []
+        self.held: list[HeldVerdict] = []
         self._found_here = 0
         self._due = 0.0
         # with where it was first seen
@@ -162,14 +169,12 @@ class MismatchReporter:
             if verdicts:
                 nodes.update(disagreements=self._found_here + len(verdicts))
                 self._found_here += len(verdicts)
-                self.held += [(now + REPORTER_S, *each) for each in verdicts]
+                self.held += [HeldVerdict(now + REPORTER_S, *each) for each in verdicts]
             verdicts = []
         elif nodes.others and (nodes.take_disagreement(now) or self._unsettled_since):
             verdicts += [(verdict, True) for verdict in self._examine([], now)]
-        verdicts += [
-            (verdict, may_abort) for until, verdict, may_abort in self.held if now >= until
-        ]
-        self.held = [each for each in self.held if now < each[0]]
+        verdicts += [(each.verdict, each.may_abort) for each in self.held if now >= each.until]
+        self.held = [each for each in self.held if now < each.until]
         return verdicts
 
     def disable(self) -> None:
