@@ -42,7 +42,7 @@ NOT_YET = {
     """,
     "integration/test_numbers.py": """
         model/numbers numbers/differences numbers/inspection
-        numbers/job_folder testing/replicas
+        numbers/job_folder 
     """,
     "integration/test_native_records.py": """
         capture/native_recorder tap/interned_args

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commlens.check.api import check
-    from commlens.testing.ranks import run_on_ranks
-    from commlens.testing.replicas import assert_replicas_agree
+    from commlens.testing.ranks import assert_replicas_agree, run_on_ranks
     from commlens.traces.assertions import assert_collectives, assert_matches_golden
 
 __all__ = [
@@ -26,7 +25,7 @@ __all__ = [
 _FROM = {
     "assert_collectives": "traces.assertions",
     "assert_matches_golden": "traces.assertions",
-    "assert_replicas_agree": "testing.replicas",
+    "assert_replicas_agree": "testing.ranks",
     "check": "check.api",
     "run_on_ranks": "testing.ranks",
 }

@@ -1,5 +1,5 @@
 """Runs a function on several ranks, for tests: :func:`run_on_ranks`. No rank and no file is left
-behind, whatever happens.
+behind, whatever happens. In such a function, :func:`assert_replicas_agree` compares numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from commlens import config
 from commlens.blackbox import job_dirs
@@ -23,6 +23,9 @@ from commlens.errors import CommandError, RanksFailed, require_torch
 from commlens.model.verdict import Verdict
 from commlens.testing.observer_client import PREFIX, ObserverClient
 from commlens.text import capital, exit_phrase, ranks_phrase, verb
+
+if TYPE_CHECKING:
+    import torch
 
 BACKENDS: Final = ("gloo", "fake")
 _POLL_S: Final = 0.05
@@ -308,3 +311,27 @@ def _print_output(ranks: Sequence[Rank]) -> None:
         with contextlib.suppress(OSError):
             for line in rank.output_file.read_text(encoding="utf-8", errors="replace").splitlines():
                 print(f"[rank {rank.number}] {line}")
+
+
+def assert_replicas_agree(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+    tolerance: float = 0.0,
+    timeout_s: float = 60.0,
+) -> None:
+    """Assert on all ranks that they have what they must have alike: parameters, buffers, gradients
+    and optimizer states. All ranks call it, for example in a function that ``run_on_ranks`` runs.
+    The arguments are those of :func:`commlens.check_numbers`.
+
+    Raises:
+        AssertionError: ranks differ, or one did not come; with the verdict.
+        CommandError: as :func:`commlens.check_numbers`.
+    """
+    __tracebackhide__ = True  # pytest shows the test's own line
+    from commlens.numbers.checks import check_numbers
+
+    verdict = check_numbers(model, optimizer, group=group, tolerance=tolerance, timeout_s=timeout_s)
+    if verdict.kind != "healthy" or verdict.missing_evidence:
+        raise AssertionError(str(verdict))

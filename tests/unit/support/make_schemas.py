@@ -19,7 +19,8 @@ from typing import Any, get_args
 import msgspec
 
 import commlens.reports
-from commlens.model import cause, movement, network, trace, trace_changes, trace_summary, verdict
+from commlens.diagnosis.views import dump_diff
+from commlens.model import cause, network, trace, trace_changes, trace_summary, verdict
 from commlens.model.collective import Frame, ProcessGroup
 
 FOLDER = Path(commlens.reports.__file__).parent / "schemas"
@@ -28,7 +29,7 @@ ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
         verdict.Verdict,
         "Output of `commlens diagnose --json`. The top level repeats the first finding.",
     ),
-    "movement": (movement.Movement, "Output of `commlens compare --json` for two dumps of a job."),
+    "movement": (dump_diff.Movement, "Output of `commlens compare --json` for two dumps of a job."),
     "comparison": (
         trace_changes.TraceComparison,
         "Output of `commlens compare --json` for two traces.",
@@ -55,14 +56,14 @@ ALL_REQUIRED = {
     *get_args(cause.AnyCause),
     cause.Doing,
     verdict.Finding,
-    movement.Moved,
+    dump_diff.Moved,
 }
 """Types whose JSON always has every property. In the others, properties with a default may be
 absent.
 """
 TYPES = {
     kind.__name__: kind
-    for module in (cause, movement, network, trace, trace_changes, trace_summary, verdict)
+    for module in (cause, dump_diff, network, trace, trace_changes, trace_summary, verdict)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 } | {"Frame": Frame, "ProcessGroup": ProcessGroup}

@@ -71,7 +71,7 @@ def words(context: Context, case: Case[Dead]) -> Words:
             f"{phrases.name(context, ranks[0])}:"
             f" {phrases.last(context, ranks[0])}{_last_seen(context, case)}.",
             phrases.waiting(context, case.edges) if case.edges else "",
-            phrases.waiting_behind(context, waiting, set(case.blocked) - set(ranks)),
+            phrases.waiting_behind(waiting, set(case.blocked) - set(ranks)),
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=(
@@ -125,7 +125,7 @@ def _waits(context: Context, case: Case[Dead]) -> str:
         return ""
     all_alike = awaited == ranks or case.cause.doubt not in UNDECIDED
     them = verb(ranks, "it", "them") if all_alike else ranks_phrase(awaited)
-    return phrases.waits(context, case.edges, f"was waiting for {them}", f"were waiting for {them}")
+    return phrases.waits(case.edges, f"was waiting for {them}", f"were waiting for {them}")
 
 
 def _last_seen(context: Context, case: Case[Dead]) -> str:

@@ -326,7 +326,7 @@ def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def waiting_behind(context: Context, ranks: Sequence[int], blocked: Iterable[int]) -> str:
+def waiting_behind(ranks: Sequence[int], blocked: Iterable[int]) -> str:
     """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``;
     empty if there are none.
     """
@@ -338,12 +338,11 @@ def waiting_behind(context: Context, ranks: Sequence[int], blocked: Iterable[int
     )
 
 
-def waits(context: Context, edges: Sequence[Edge], singular: str, plural: str) -> str:
+def waits(edges: Sequence[Edge], singular: str, plural: str) -> str:
     """``"ranks 0,3 wait for it in all_reduce #7 of group tp [0-3], rank 5 in recv #1 from rank
     2"``: each rank in its own collective.
 
     Args:
-        context: the job.
         edges: the waits. Groups of one name share a phrase, and so do messages of one number to
             several peers.
         singular: the verb for one rank: "waits for it".

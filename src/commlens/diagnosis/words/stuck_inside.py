@@ -94,7 +94,7 @@ def _undecided(context: Context, case: Case[StuckInside]) -> Words:
         ),
         explanation=prose(
             phrases.waiting(context, edges),
-            phrases.waiting_behind(context, ranks, case.blocked),
+            phrases.waiting_behind(ranks, case.blocked),
             "All ranks of these groups have reached it. Several groups in one collective are what a"
             " running job looks like, and a job whose network failed.",
         ),
@@ -287,7 +287,7 @@ def _what_would_show(context: Context, meeting: EnteredOp, question: str) -> str
 def _explanation(context: Context, meeting: EnteredOp) -> str:
     return prose(
         phrases.waiting(context, meeting.edges),
-        phrases.waiting_behind(context, meeting.waiting, meeting.blocked),
+        phrases.waiting_behind(meeting.waiting, meeting.blocked),
     )
 
 
@@ -310,7 +310,7 @@ def _left_behind(context: Context, case: Case[StuckInside]) -> Words:
         explanation=prose(
             "It needs data from every rank, so all of it had arrived: a device, driver or process"
             f" of {ranks_phrase(ranks)} makes no progress.",
-            phrases.waiting_behind(context, ranks, set(case.blocked) - set(ranks)),
+            phrases.waiting_behind(ranks, set(case.blocked) - set(ranks)),
         ),
         next_step=left_behind_step(case.edges[0].op, ranks),
     )

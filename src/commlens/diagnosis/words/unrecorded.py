@@ -107,7 +107,7 @@ def _of_logs(context: Context, case: Case[Unrecorded], cause: str, why: str, ste
     ]
     verbs = ("timed out", "timed out") if context.job.only_logs else ("waits", "wait")
     return Words(
-        summary=f"{phrases.waits(context, case.edges, *verbs)}; {cause}",
+        summary=f"{phrases.waits(case.edges, *verbs)}; {cause}",
         explanation=prose(why, *ends),
         next_step=step,
         evidence=phrases.aborted(context, case.blocked),
@@ -269,14 +269,14 @@ _WORDS = {
 
 
 def _they_wait(context: Context, case: Case[Unrecorded]) -> str:
-    return phrases.waits(context, case.edges, "waits", "wait")
+    return phrases.waits(case.edges, "waits", "wait")
 
 
 def _waits(context: Context, case: Case[Unrecorded]) -> str:
     waiting = sorted({edge.rank for edge in case.edges})
     return prose(
         phrases.waiting(context, case.edges),
-        phrases.waiting_behind(context, waiting, case.blocked),
+        phrases.waiting_behind(waiting, case.blocked),
     )
 
 
@@ -339,7 +339,7 @@ def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
             f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
             f" {line}.",
             phrases.waiting(context, case.edges),
-            phrases.waiting_behind(context, case.involved, case.blocked),
+            phrases.waiting_behind(case.involved, case.blocked),
         ),
         next_step=f"find the branch in which {rank_phrase(writer)} skips {line}",
         would_raise_confidence=(
@@ -358,7 +358,7 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
         summary=f"{waits}, which no rank is known to write",
         explanation=prose(
             phrases.waiting(context, case.edges),
-            phrases.waiting_behind(context, ranks, case.blocked),
+            phrases.waiting_behind(ranks, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
         next_step=(
@@ -392,7 +392,7 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
         summary=summary,
         explanation=prose(
             phrases.waiting(context, case.edges),
-            phrases.waiting_behind(context, ranks, case.blocked),
+            phrases.waiting_behind(ranks, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
         next_step=step,

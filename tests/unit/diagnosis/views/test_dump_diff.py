@@ -14,11 +14,18 @@ from builders import Job, Stay, at, training
 from flight_recorder_dumps import dump, entry
 
 from commlens import commands
-from commlens.diagnosis.views.dump_diff import Position, compare_positions, other_job, position_of
+from commlens.diagnosis.views.dump_diff import (
+    DumpPosition,
+    Moved,
+    Movement,
+    Position,
+    compare_positions,
+    other_job,
+    position_of,
+)
 from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 from commlens.formats.rank_log_columns import columns_from_log
-from commlens.model.movement import DumpPosition, Moved, Movement
 from commlens.model.ranklog import RankLog
 
 

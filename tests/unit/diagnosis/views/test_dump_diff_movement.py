@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.model.movement import Moved, Movement
+from commlens.diagnosis.views.dump_diff import Moved, Movement
 
 
 def test_it_is_true_if_a_rank_made_progress() -> None:
