@@ -29,10 +29,15 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 
+# All ranks have loaded torch before the first one waits: on a busy machine, that takes longer than
+# the stall timeout.
 SLEEPS = """
-import os, sys, time
+import os, time
 import torch, torch.distributed as dist
 os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
+open("loaded-" + os.environ["RANK"], "w").close()
+while sum(name.startswith("loaded-") for name in os.listdir()) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.1)
 dist.init_process_group("gloo")
 for step in range(100_000):
     if step == 5 and dist.get_rank() == 3:
