@@ -61,13 +61,22 @@ def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:
     }
 
 
+def _server(group: StoreIdentity) -> Hashable:
+    """Return what the members of a group have in common, whatever each was told of the group."""
+    address = parse_address(group.store)
+    return address if address.port else group
+
+
 def joined_runs(runs: Mapping[_Run, Iterable[RankLog]], first: _Run) -> set[_Run]:
     """Return the first run, and all runs that groups made by hand join with it, directly or through
     other runs.
+
+    Runs whose groups use one TCPStore are joined: their members may have been told different
+    prefixes or sizes.
     """
     if len(runs) == 1:
         return {first}
-    groups = {run: identities(logs) for run, logs in runs.items()}
+    groups = {run: {_server(each) for each in identities(logs)} for run, logs in runs.items()}
     joined, todo = {first}, [first]
     while todo:
         run = todo.pop()

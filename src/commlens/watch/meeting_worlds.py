@@ -24,10 +24,10 @@ from commlens.model.collective import QUEUE
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import StoreIdentity, identity_of, parse_address
-from commlens.text import count
-from commlens.watch.nodes.beat import LAST, Beat, ByHand, News
+from commlens.text import capital, count, ranks_phrase
+from commlens.watch.nodes.beat import LAST, Beat, ByHand, News, key
 from commlens.watch.nodes.exchange import Nodes
-from commlens.watch.nodes.meeting_places import Folder, Place, Store
+from commlens.watch.nodes.meeting_places import Client, Folder, Place, Store, stored
 from commlens.watch.nodes.remote_evidence import unpack_world
 from commlens.watch.other_worlds import OtherWorlds, reading_of
 from commlens.watch.roster import Member
@@ -37,6 +37,7 @@ LOOK_S: Final = 3.0  # between two looks for new groups
 DEFER_S: Final = 8.0
 """For so long, a world leaves its own verdict to the world that reports."""
 _GATHER_S: Final = 6.0
+_MEMBERS_S: Final = 30.0  # between two exchanges of who the worlds' processes are
 _EXCHANGES_MAX: Final = 4  # each has a thread; programs that make groups anew use few stores
 _GROUPS_MAX: Final = 16  # the newest ones of a node
 _NAME_BITS: Final = 48
@@ -55,6 +56,41 @@ class _Exchange(Nodes):
     """The logs of the worlds that answered last, by slot."""
     answered_by: Sequence[int] = ()
     """The slots of the worlds whose evidence is in the last diagnosis."""
+    groups: Sequence[ByHand] = ()
+    """The groups made by hand that this world is in."""
+
+    def __init__(self, host: str, wake: Callable[[], None], look: Callable[[int], bytes]) -> None:
+        super().__init__(host, wake, look=look)
+        self.members: dict[int, bytes] = {}
+        """By slot: what each world has told of its processes while it was in sight."""
+        self._told_of: Sequence[ByHand] = ()
+        self._members_at = 0.0  # time.monotonic() of the last exchange of these
+
+    def _exchange(self, client: Client, slot: int) -> None:
+        """Also tell the others who the processes of this world are, before the place may end."""
+        super()._exchange(client, slot)
+        others, now = [beat.slot for beat in self.others], time.monotonic()
+        is_due = now - self._members_at >= _MEMBERS_S
+        if others and self._told_of != self.groups and (is_due or not self._told_of):
+            self._told_of = self.groups
+            client.set(key("members", slot), self._look(1))
+        self._members_at = now if is_due else self._members_at
+        wanted = [other for other in others if is_due or other not in self.members]
+        self.members |= stored(client, "members", wanted)
+
+    def lost_worlds(self) -> tuple[list[list[RankLog]], list[str]]:
+        """Return the logs of the worlds that were in sight until the place ended, which tell only
+        who their processes are, and a sentence on each.
+        """
+        lost = self.lost_store
+        if lost is None:
+            return [], []
+        known = {
+            beat.slot: unpack_world(self.members[beat.slot], beat.host)[0]
+            for beat in lost.beats
+            if beat.slot in self.members
+        }
+        return [*known.values()], [_out_of_sight(lost.place, beat) for beat in lost.beats]
 
     def gather_worlds(
         self, asked: Sequence[Beat], timeout_s: float
@@ -113,6 +149,8 @@ class MeetingWorlds:
     ) -> None:
         self.told_by = ""
         """The host whose world has reported the present fault of this one, too; empty: none."""
+        self.out_of_sight: set[tuple[str, int, int]] = set()
+        """The readings of processes among those gathered last of which only the names count."""
         self._host, self._wake, self._where = host, wake, where
         self._folders, self._look = folders, look
         self._siblings = OtherWorlds(None, newest=1)
@@ -151,12 +189,13 @@ class MeetingWorlds:
         wanted = places_of(groups, self._where, self._host)
         new = [place for place in wanted if place not in self._exchanges]
         for place in new:
-            self._exchanges[place] = _Exchange(self._host, self._wake, look=self._look)
+            self._exchanges[place] = _Exchange(self._host, self._wake, self._look)
         for place in self._exchanges.keys() - {*wanted}:  # all members are in sight now
             self._exchanges.pop(place).leave()
         # the world that meets others in the most places sees most, and reports
         rank = (_EXCHANGES_MAX - len(self._exchanges)) << _NAME_BITS | self._name
         for exchange in self._exchanges.values():
+            exchange.groups = self._groups
             exchange.tell(members, waiting, [rank])
         for place in new:
             self._exchanges[place].begin([place])
@@ -240,6 +279,7 @@ class MeetingWorlds:
         if self.reporter is not None:
             return [], []
         logs, problems = [], []
+        self.out_of_sight = set()
         asked = {each: each.begin_gather() for each in self._exchanges.values()}
         end = time.monotonic() + _GATHER_S
         for exchange, beats in asked.items():
@@ -253,6 +293,10 @@ class MeetingWorlds:
                     f"{count(len(silent), 'world')} that may share a group made by hand, reported"
                     f" by {hosts}, did not answer in time."
                 )
+            lost, lines = exchange.lost_worlds()
+            problems += lines
+            logs += lost
+            self.out_of_sight |= {reading_of(log) for of_world in lost for log in of_world}
         return logs, problems
 
     def note_joined(self, logs: Sequence[RankLog]) -> None:
@@ -304,6 +348,15 @@ def name_of(host: str, folder: Path) -> int:
 def has_name(beat: Beat, names: Collection[int]) -> bool:
     """Return whether a value is of a world with one of these names."""
     return any(rank % (1 << _NAME_BITS) in names for rank in beat.ranks)
+
+
+def _out_of_sight(place: Place, last: Beat) -> str:
+    """Return the last word of a world, after the place was lost where it met this one."""
+    died = f" {capital(ranks_phrase(last.dead))} of it had died by then." if last.dead else ""
+    return (
+        f"The world that {last.host} reports for met this one in {place}, which has ended or cannot"
+        f" be reached any more.{died} What its ranks did then is printed on {last.host}."
+    )
 
 
 def _places_of(rank: int) -> int:

@@ -197,7 +197,8 @@ class Evidence:
         if logs and joined[0].worlds.are_several:
             numbers = {reading_of(log): log.rank for log in joined}
             self.first = numbers[reading_of(logs[0])] - logs[0].rank
-        return joined
+        away = self.worlds.out_of_sight
+        return [log for log in joined if reading_of(log) not in away] if away else joined
 
     def states(self) -> States:
         """Return the states of this node's ranks."""

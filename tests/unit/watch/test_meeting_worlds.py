@@ -15,6 +15,7 @@ from commlens.model.collective import QUEUE
 from commlens.watch import meeting_worlds
 from commlens.watch.nodes.beat import ByHand
 from commlens.watch.nodes.meeting_places import Folder, Store
+from commlens.watch.other_worlds import reading_of
 from commlens.watch.stall import OpenWait
 
 
@@ -205,6 +206,28 @@ def test_all_places_are_asked_at_once(
     assert [log.host for log in logs] == ["host7"]
     assert len(problems) == 1 and silent.host in problems[0]
     third.worlds.leave()
+
+
+def test_the_processes_of_a_world_stay_known_when_the_place_ends(two: tuple[World, World]) -> None:
+    first, second = two
+    ((place, exchange),) = first.worlds._exchanges.items()
+    eventually(lambda: exchange.members, *two)
+    second.worlds.add_dead([0])
+    eventually(lambda: exchange.others[0].dead, *two)
+    with ticking(second):
+        assert first.worlds.gather()[0] != [] and not first.worlds.out_of_sight
+    assert isinstance(place, Folder)
+    place.path.rename(place.path.with_name("gone"))
+    place.path.touch()
+    exchange._known.lost_s = 0.3
+    eventually(lambda: exchange.lost_store)
+    ((log,),), problems = first.worlds.gather()
+    assert first.worlds.out_of_sight == {reading_of(log)} and log.pid == second.log.pid
+    assert problems == [
+        f"The world that {second.host} reports for met this one in the folder {place.path.parent},"
+        " which has ended or cannot be reached any more. Rank 0 of it had died by then. What its"
+        f" ranks did then is printed on {second.host}."
+    ]
 
 
 def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> None:

@@ -8,10 +8,16 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Hashable
 
-from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
+from commlens.diagnosis.align.tie_break import (
+    UNDECIDED,
+    by_arguments,
+    by_majority,
+    first_decision,
+)
 from commlens.diagnosis.causes.context import Case, Context, group_of, source_of
 from commlens.model.cause import (
     Claims,
+    Decision,
     GroupDifference,
     GroupName,
     GroupsDiffer,
@@ -134,10 +140,13 @@ def _add_halves(context: Context, held: list[int]) -> bool:
     halves = _halves(context, held)
     if halves is None:
         return False
-    most, odd = map(sorted, halves)
-    usual, other = (ops[min(ops)].channel.group for ops in halves)
-    decision = by_majority([most, odd]) or UNDECIDED
+    decision = first_decision(
+        lambda: by_majority([*map(sorted, halves)]), lambda: _by_size_of_world(context, halves)
+    )
     culprits = list(decision.culprits)
+    most, odd = sorted(map(sorted, halves), key=lambda side: side == culprits)
+    ops, weight = halves[0] | halves[1], len(context.job.views)
+    usual, other = (ops[side[0]].channel.group for side in (most, odd))
     cause = GroupsDiffer(
         kind="mismatch/group",
         why="initialising",
@@ -151,7 +160,6 @@ def _add_halves(context: Context, held: list[int]) -> bool:
         difference="store" if len(usual.ranks) == len(other.ranks) else "size",
         names=[GroupName(most, usual.name), GroupName(odd, other.name)],
     )
-    ops, weight = halves[0] | halves[1], len(context.job.views)
     op = ops[odd[0]]
     context.cases.append(Case(cause, op, op.source, ops=ops, weight=weight, order=(0,)))
     return True
@@ -160,23 +168,64 @@ def _add_halves(context: Context, held: list[int]) -> bool:
 def _halves(
     context: Context, held: list[int]
 ) -> tuple[dict[int, Collective], dict[int, Collective]] | None:
-    """Return the calls by which all processes wait in two groups made by hand, each of which has
-    the members that the other one lacks; None if they do not.
+    """Return the calls by which processes wait in two groups made by hand, each of which has the
+    members that the other one lacks; None if they do not. The groups have one store, or all
+    processes wait in them.
     """
     views = context.job.views
     waiting: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank in held:
         for op in views[rank].log.setups[-1:]:
             group = op.channel.group
-            if op.in_flight and not views.keys() >= set(group.ranks):
+            if _waits_in(context, rank, op) and not views.keys() >= set(group.ranks):
                 waiting[group.name, len(group.ranks)][rank] = op
     ops = {rank: op for calls in waiting.values() for rank, op in calls.items()}
     places = sorted(op.channel.group.ranks.index(rank) for rank, op in ops.items())
-    all_wait = len(waiting) == 2 and len(ops) == context.job.size
-    if not all_wait or places != list(range(min(size for _, size in waiting))):
+    if (
+        len(waiting) != 2
+        or (len({name for name, _ in waiting}) == 2 and len(ops) < context.job.size)
+        or not any(op.in_flight for op in ops.values())
+        or places != list(range(min(size for _, size in waiting)))
+    ):
         return None
     most, odd = sorted(waiting.values(), key=lambda calls: (-len(calls), min(calls)))
     return most, odd
+
+
+def _waits_in(context: Context, rank: int, made: Collective) -> bool:
+    """Return whether a rank waits in a call that makes a group, or in a collective of that group:
+    gloo makes it as soon as all members that a process was told have come, whatever size these were
+    told.
+    """
+    blocks = context.job.views[rank].blocks.values()
+    return made.in_flight or any(block.op.channel.group == made.channel.group for block in blocks)
+
+
+def _by_size_of_world(
+    context: Context, halves: tuple[dict[int, Collective], dict[int, Collective]]
+) -> Decision | None:
+    """Blame those who ask for another number of members than there are ranks, where the others ask
+    for that many, and each process has its own rank in the group. The ranks must be known to make
+    up such a group: they have no default group, or were in one before.
+    """
+    size, logs = context.job.size, [view.log for view in context.job.views.values()]
+    setups = [op for log in logs for op in log.setups]
+    ops = [(rank, op.channel.group) for calls in halves for rank, op in calls.items()]
+    is_told = not any(op.op == "init_process_group" for op in setups) or any(
+        op.state is State.COMPLETED
+        and parse_address(op.channel.group.name).port
+        and op.channel.group.ranks == tuple(range(size))
+        for op in setups
+    )
+    sizes = [len(op.channel.group.ranks) for calls in halves for op in [*calls.values()][:1]]
+    if (
+        not is_told
+        or any(log.worlds.are_several for log in logs)
+        or any(group.ranks.index(rank) != rank for rank, group in ops)
+        or sizes.count(size) != 1
+    ):
+        return None
+    return by_arguments(halves[not sizes.index(size)])
 
 
 def _groups_before(name: str, op: Collective) -> int | None:

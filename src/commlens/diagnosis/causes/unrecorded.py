@@ -107,7 +107,9 @@ def _add_unrecorded(
     reason = _reason(context, ranks, edges, record, dead=present and not record)
     dead = reason == "left-nothing"
     alone = len(ranks) == 1 and (reason in _LOG_TELLS_NOTHING or ranks[0] not in views)
-    culprits = [rank for rank in ranks if rank < context.job.size] if dead or alone else []
+    # of several, one ended first, and the others may have ended because of it
+    all_ended = dead and not all(_waits_ended_early(context, node) for node in nodes)
+    culprits = [rank for rank in ranks if rank < context.job.size] if all_ended or alone else []
     cause = Unrecorded(
         kind="dead" if dead else "missing",
         why="unknown",

@@ -253,7 +253,8 @@ class JobIndex:
         """The address at which the ranks meet, if only one machine reaches it, and that machine's
         records are here; otherwise empty.
         """
-        if len({view.log.host for view in self.views.values()}) != 1:
+        places = {(view.log.host, view.log.worlds.are_several) for view in self.views.values()}
+        if len(places) != 1 or places.pop()[1]:
             return ""
         calls = (
             op

@@ -129,7 +129,7 @@ def absent_ranks(
 
     Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the
     highest of a host ran there and left no log. Of the others, fewer than one host runs left no log
-    either; more are probably on other nodes.
+    either; more are probably on other nodes. A world without any log is on other nodes.
 
     Args:
         logs: of the job's ranks.
@@ -138,8 +138,11 @@ def absent_ranks(
     """
     have = {log.rank for log in logs}.union(alike)
     missing = sorted({*range(size)} - have)
+    worlds = [world.numbers for log in logs[:1] for world in log.worlds.worlds]
+    away = {rank for numbers in worlds if have.isdisjoint(numbers) for rank in numbers}
+    missing = [rank for rank in missing if rank not in away]
     if not missing:
-        return [], []
+        return [], sorted(away)
     hosts = grouped((log.host, log.rank) for log in logs)
     here = max(map(len, hosts.values()))
     if len(hosts) == 1:
@@ -148,5 +151,5 @@ def absent_ranks(
     holes = {rank for rank in missing if any(rank in one for one in inside)}
     rest = [rank for rank in missing if rank not in holes]
     if len(rest) < here:
-        return missing, []
-    return sorted(holes), rest
+        return missing, sorted(away)
+    return sorted(holes), sorted([*rest, *away])

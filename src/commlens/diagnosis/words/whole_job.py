@@ -214,9 +214,11 @@ def _notes_on_ranks_elsewhere(job: JobIndex) -> list[str]:
     if job.meets_here:
         return [left_no_record(job.elsewhere, job.size)]
     hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
+    several = any(view.log.worlds.are_several for view in job.views.values())
+    of_all = "" if several else f" of {job.size}"
     of = f" of {', '.join(hosts[:_HOSTS_MAX])}" if hosts else ""
     return [
-        f"There are no records of {ranks_phrase(job.elsewhere)} of {job.size}, which probably run"
+        f"There are no records of {ranks_phrase(job.elsewhere)}{of_all}, which probably run"
         f" on another node: only those{of} are here."
     ]
 

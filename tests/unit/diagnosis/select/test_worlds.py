@@ -24,6 +24,7 @@ from commlens.model.collective import (
     HandMade,
     ProcessGroup,
     State,
+    TensorSpec,
 )
 from commlens.model.ranklog import RankLog
 from commlens.model.worlds import JobWorld, NearProcess, Worlds
@@ -378,6 +379,10 @@ def test_a_member_that_nothing_tells_is_not_named(logs: tuple[RankLog, ...]) -> 
         ([(0, 3, STORE_1), (1, 3, STORE_2), (2, 3, STORE_1)], [1], "another-store"),
         ([(0, 3, STORE_1), (1, 4, STORE_1), (2, 3, STORE_1)], [1], "another-size"),
         ([(0, 2, STORE_1), (1, 2, STORE_2)], [], "two-stores"),
+        # no default group has brought the ranks together: the group is of all of them
+        ([(0, 3, STORE_1), (1, 2, STORE_1)], [0], "more-members-than-ranks"),
+        # these have other ranks in the group than in the world
+        ([(1, 3, STORE_1), (0, 2, STORE_1)], [], "two-sizes"),
     ],
 )
 def test_members_that_wait_for_each_other_in_two_places(
@@ -388,6 +393,47 @@ def test_members_that_wait_for_each_other_in_two_places(
     assert (verdict.kind, verdict.culprits) == ("mismatch/group", culprits)
     assert "do not meet" in verdict.summary
     hold(f"worlds/{name}", verdict)
+
+
+@pytest.mark.parametrize(("made_before", "culprits"), [(True, [1]), (False, [])])
+def test_the_size_of_a_world_with_a_default_group_tells_only_if_it_made_such_a_group_before(
+    made_before: bool, culprits: list[int]
+) -> None:
+    logs = [
+        rank(
+            number,
+            init(),
+            *[waits_for_members(number, 2, STORE_2)] * made_before,
+            waits_for_members(number, size, STORE_1),
+        )
+        for number, size in enumerate([2, 4])
+    ]
+    verdict = judge(in_a_world(2, *logs))
+    assert (verdict.kind, verdict.culprits) == ("mismatch/group", culprits)
+
+
+def test_a_member_that_waits_in_the_first_collective_tells_its_size_too() -> None:
+    """As soon as the members are there that a process was told, gloo's constructor returns."""
+    logs = [rank(number, waits_for_members(number, 3 - number, STORE_1)) for number in range(2)]
+    made = logs[1].setups[0]
+    made.state, logs[1].setups = State.COMPLETED, [made]
+    args = CollectiveArgs("broadcast", "broadcast", (TensorSpec((8,), "float32"),))
+    channel = Channel(made.channel.group, "cpu")
+    logs[1].collectives = [
+        Collective(1, channel, 1, args, State.ISSUED, made.announced_ns + 1, made.announced_ns + 1)
+    ]
+    logs[1].collectives[0].wait_thread = logs[1].pid
+    logs[1].issued = 1
+    verdict = judge(in_a_world(2, *logs))
+    assert (verdict.kind, verdict.culprits) == ("mismatch/group", [0])
+
+
+def test_a_world_that_only_the_members_of_a_group_tell_is_on_another_node() -> None:
+    """Its watcher has told who they are before the place ended where the worlds met."""
+    logs = recorded(late=0)
+    verdict = judge(join_worlds([logs[:2], logs[2:]])[:2])  # those of the rollouts
+    assert (verdict.kind, verdict.confidence) == ("missing", "low")
+    hold("worlds/out-of-sight", verdict)
 
 
 def test_groups_of_two_pairs_are_not_one_group() -> None:
