@@ -79,18 +79,19 @@ class _Exchange(Nodes):
         self.members |= stored(client, "members", wanted)
 
     def lost_worlds(self) -> tuple[list[list[RankLog]], list[str]]:
-        """Return the logs of the worlds that were in sight until the place ended, which tell only
-        who their processes are, and a sentence on each.
+        """Return the logs of the worlds that were in sight until the place ended and have left no
+        evidence, which tell only who their processes are, and a sentence on each.
         """
         lost = self.lost_store
         if lost is None:
             return [], []
-        known = {
-            beat.slot: unpack_world(self.members[beat.slot], beat.host)[0]
-            for beat in lost.beats
-            if beat.slot in self.members
-        }
-        return [*known.values()], [_out_of_sight(lost.place, beat) for beat in lost.beats]
+        beats = [beat for beat in lost.beats if beat.slot not in self.answers]
+        known = [
+            (self.members[beat.slot], beat.host) for beat in beats if beat.slot in self.members
+        ]
+        return [unpack_world(*each)[0] for each in known], [
+            _out_of_sight(lost.place, beat) for beat in beats
+        ]
 
     def gather_worlds(
         self, asked: Sequence[Beat], timeout_s: float

@@ -36,6 +36,7 @@ from commlens.model.worlds import JobWorld, Worlds
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.known_nodes import Lost
 from commlens.watch.nodes.remote_evidence import first_records_of_each
+from commlens.watch.other_worlds import reading_of
 from commlens.watch.reporting import Evidence, Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100
@@ -205,7 +206,9 @@ def test_other_worlds_are_told_only_what_is_said_of_them(
 
 def evidence_with(elsewhere: list[list[RankLog]], folder: Path) -> Evidence:
     nodes = SimpleNamespace(reporter=None, lost=lambda _: [])
-    worlds = SimpleNamespace(gather=lambda: (elsewhere, []), note_joined=lambda _: None)
+    worlds = SimpleNamespace(
+        gather=lambda: (elsewhere, []), note_joined=lambda _: None, out_of_sight=set()
+    )
     roster = SimpleNamespace(folders=[folder / "none" / "job"])
     return Evidence(roster, None, nodes, worlds, None, launched=False)  # type: ignore[arg-type]
 
@@ -233,6 +236,11 @@ def test_ranks_of_containers_with_the_same_host_and_pids_keep_their_numbers(tmp_
     evidence = evidence_with([server], tmp_path)
     assert sorted(log.rank for log in evidence._joined(logs, [])[0]) == [0, 1, 2, 3, 4, 5]
     assert evidence.first == 2, "the server's ranks come first"
+    # of a world whose meeting place ended, only the names are known
+    evidence.worlds.out_of_sight = {reading_of(log) for log in server}
+    joined = evidence._joined(logs, [])[0]
+    assert sorted(log.rank for log in joined) == [2, 3, 4, 5]
+    assert len(joined[0].worlds.worlds) == 2
 
 
 class FewOrAll:

@@ -207,9 +207,10 @@ def _follows_peer(log: RankLog, name: str, *, may: bool, of_torch: bool) -> bool
 
 def _consequence_of(log: RankLog, exception: str) -> Consequence | None:
     """Return how an exception may follow from another rank's fault, by its own text or else by what
-    NCCL printed before it.
+    NCCL printed before it. A TypeError never does: a call was given a wrong argument.
     """
-    follows = None if is_own_error(log.told_error) else consequence_of(exception)
+    is_own = is_own_error(log.told_error) or exception.startswith("TypeError")
+    follows = None if is_own else consequence_of(exception)
     if follows == "unspecific" and log.warnings:
         return consequence_of("\n".join(log.warnings)) or follows
     return follows

@@ -10,6 +10,7 @@ from goldens import hold
 from judging import judge
 from starting_ranks import call
 
+from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.model.collective import Frame, State
 from commlens.model.ranklog import End, Observation, RankLog
 
@@ -158,3 +159,16 @@ def test_what_a_program_raises_without_its_group_tells_no_cause(
     found = judge(logs)
     roots = {rank for one in found.findings if one.root_cause for rank in one.culprits}
     assert sorted(roots) == culprits
+
+
+@pytest.mark.parametrize(("error", "kind"), [("TypeError", "own"), ("RuntimeError", "peer")])
+def test_a_wrong_argument_is_no_consequence_of_a_peer(error: str, kind: str) -> None:
+    stack = (Frame("/torch/distributed/distributed_c10d.py", 854, "_check_valid_timeout"),)
+    log = RankLog(
+        0,
+        2,
+        exception=f"{error}: Expected timeout argument to be of type datetime.timedelta, got None",
+        exception_stack=stack,
+        observation=Observation(End.FAILED, 1, ended_ns=S),
+    )
+    assert process_exit_of(log).kind == kind
