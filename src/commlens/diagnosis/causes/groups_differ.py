@@ -172,6 +172,24 @@ def _halves(
     members that the other one lacks; None if they do not. The groups have one store, or all
     processes wait in them.
     """
+    waiting = _waits_for_members(context, held)
+    if len(waiting) != 2:
+        return None
+    most, odd = sorted(waiting.values(), key=lambda calls: (-len(calls), min(calls)))
+    ops = most | odd
+    places = sorted(op.channel.group.ranks.index(rank) for rank, op in ops.items())
+    names, sizes = zip(*waiting, strict=True)
+    are_one = names[0] == names[1] or len(ops) == context.job.size
+    in_flight = any(op.in_flight for op in ops.values())
+    return (most, odd) if are_one and in_flight and places == [*range(min(sizes))] else None
+
+
+def _waits_for_members(
+    context: Context, held: list[int]
+) -> dict[tuple[str, int], dict[int, Collective]]:
+    """Return the calls that made the groups in which ranks wait for members without a record, by
+    the groups' names and sizes.
+    """
     views = context.job.views
     waiting: dict[tuple[str, int], dict[int, Collective]] = defaultdict(dict)
     for rank in held:
@@ -179,17 +197,7 @@ def _halves(
             group = op.channel.group
             if _waits_in(context, rank, op) and not views.keys() >= set(group.ranks):
                 waiting[group.name, len(group.ranks)][rank] = op
-    ops = {rank: op for calls in waiting.values() for rank, op in calls.items()}
-    places = sorted(op.channel.group.ranks.index(rank) for rank, op in ops.items())
-    if (
-        len(waiting) != 2
-        or (len({name for name, _ in waiting}) == 2 and len(ops) < context.job.size)
-        or not any(op.in_flight for op in ops.values())
-        or places != list(range(min(size for _, size in waiting)))
-    ):
-        return None
-    most, odd = sorted(waiting.values(), key=lambda calls: (-len(calls), min(calls)))
-    return most, odd
+    return waiting
 
 
 def _waits_in(context: Context, rank: int, made: Collective) -> bool:
@@ -208,24 +216,27 @@ def _by_size_of_world(
     for that many, and each process has its own rank in the group. The ranks must be known to make
     up such a group: they have no default group, or were in one before.
     """
-    size, logs = context.job.size, [view.log for view in context.job.views.values()]
-    setups = [op for log in logs for op in log.setups]
+    size = context.job.size
     ops = [(rank, op.channel.group) for calls in halves for rank, op in calls.items()]
-    is_told = not any(op.op == "init_process_group" for op in setups) or any(
-        op.state is State.COMPLETED
-        and parse_address(op.channel.group.name).port
-        and op.channel.group.ranks == tuple(range(size))
-        for op in setups
-    )
-    sizes = [len(op.channel.group.ranks) for calls in halves for op in [*calls.values()][:1]]
-    if (
-        not is_told
-        or any(log.worlds.are_several for log in logs)
-        or any(group.ranks.index(rank) != rank for rank, group in ops)
-        or sizes.count(size) != 1
-    ):
+    own_ranks = all(group.ranks.index(rank) == rank for rank, group in ops)
+    sizes = [len(calls[min(calls)].channel.group.ranks) for calls in halves]
+    if not own_ranks or sizes.count(size) != 1 or not _make_up_a_group(context):
         return None
     return by_arguments(halves[not sizes.index(size)])
+
+
+def _make_up_a_group(context: Context) -> bool:
+    """Return whether all ranks are known to make up a group made by hand."""
+    logs = [view.log for view in context.job.views.values()]
+    setups = [op for log in logs for op in log.setups]
+    if any(log.worlds.are_several for log in logs):
+        return False
+    return all(op.op != "init_process_group" for op in setups) or any(
+        op.state is State.COMPLETED
+        and parse_address(op.channel.group.name).port
+        and op.channel.group.ranks == tuple(range(context.job.size))
+        for op in setups
+    )
 
 
 def _groups_before(name: str, op: Collective) -> int | None:

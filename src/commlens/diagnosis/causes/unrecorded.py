@@ -101,15 +101,12 @@ def _add_unrecorded(
         present: whether they were on this machine, if they ever were.
         others: whether another root cause is known.
     """
-    views, ranks = context.job.views, [node.rank for node in nodes]
+    ranks = [node.rank for node in nodes]
     edges, blocked = context.graph.edges_into(nodes[0]), context.blocked_by(nodes)
     op = most_waited(edges).op
     reason = _reason(context, ranks, edges, record, dead=present and not record)
     dead = reason == "left-nothing"
-    alone = len(ranks) == 1 and (reason in _LOG_TELLS_NOTHING or ranks[0] not in views)
-    # of several, one ended first, and the others may have ended because of it
-    all_ended = dead and not all(_waits_ended_early(context, node) for node in nodes)
-    culprits = [rank for rank in ranks if rank < context.job.size] if all_ended or alone else []
+    culprits = _held_up_by(context, nodes, reason)
     cause = Unrecorded(
         kind="dead" if dead else "missing",
         why="unknown",
@@ -127,6 +124,18 @@ def _add_unrecorded(
         job_size=context.job.size,
     )
     context.cases.append(Case(cause, op, None, edges, blocked))
+
+
+def _held_up_by(context: Context, nodes: list[WaitNode], reason: NoRecord) -> list[int]:
+    """Return the ranks to blame: a single one, or those that have ended. If the waits for several
+    broke off because a peer had ended, one ended first, and the others may have because of it.
+    """
+    ranks = [node.rank for node in nodes]
+    alone = len(ranks) == 1 and (reason in _LOG_TELLS_NOTHING or ranks[0] not in context.job.views)
+    all_ended = reason == "left-nothing" and not all(
+        _waits_ended_early(context, node) for node in nodes
+    )
+    return [rank for rank in ranks if rank < context.job.size] if alone or all_ended else []
 
 
 def _idle(context: Context) -> list[int]:

@@ -121,6 +121,12 @@ def _completeness(log: RankLog) -> tuple[int, int, int, int, int, str]:
     )
 
 
+def _of_worlds_away(logs: Sequence[RankLog], have: Collection[int]) -> set[int]:
+    """Return the ranks of the worlds without any log."""
+    worlds = [world.numbers for log in logs[:1] for world in log.worlds.worlds]
+    return {rank for numbers in worlds if set(numbers).isdisjoint(have) for rank in numbers}
+
+
 def absent_ranks(
     logs: Sequence[RankLog], size: int, alike: Collection[int] = ()
 ) -> tuple[list[int], list[int]]:
@@ -137,10 +143,8 @@ def absent_ranks(
         alike: ranks without a log that are in the state of ranks with one.
     """
     have = {log.rank for log in logs}.union(alike)
-    missing = sorted({*range(size)} - have)
-    worlds = [world.numbers for log in logs[:1] for world in log.worlds.worlds]
-    away = {rank for numbers in worlds if have.isdisjoint(numbers) for rank in numbers}
-    missing = [rank for rank in missing if rank not in away]
+    away = _of_worlds_away(logs, have)
+    missing = sorted({*range(size)} - have - away)
     if not missing:
         return [], sorted(away)
     hosts = grouped((log.host, log.rank) for log in logs)
