@@ -24,7 +24,7 @@ _RANK: Final = re.compile(
     r"|(?<![a-z])globalrank[\s_.=-]*([0-9]+)",
     re.IGNORECASE,
 )
-_LOCAL: Final = re.compile(
+_LOCAL_RANK: Final = re.compile(
     r"(?<![a-z])(?:local[\s_.-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)",
     re.IGNORECASE,
 )
@@ -32,8 +32,8 @@ _NODE: Final = re.compile(
     r"(?<![a-z])(?:node[\s_.-]?rank|group[\s_.-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)",
     re.IGNORECASE,
 )
-_SHORT: Final = re.compile(r"(?:^|[._-])r([0-9]+)(?=$|[._-])", re.IGNORECASE)
-_OF: Final = re.compile(r"(?<!\d)([0-9]+)[_.-]of[_.-]([0-9]+)(?!\d)", re.IGNORECASE)
+_R_NUMBER: Final = re.compile(r"(?:^|[._-])r([0-9]+)(?=$|[._-])", re.IGNORECASE)
+_N_OF_M: Final = re.compile(r"(?<!\d)([0-9]+)[_.-]of[_.-]([0-9]+)(?!\d)", re.IGNORECASE)
 _DATE: Final = re.compile(
     r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[T"
     r" _.-]?[0-2]\d[-_.:]?[0-5]\d(?:[-_.:]?[0-5]\d(?:[.,]\d+)?)?Z?)?(?!\d)"
@@ -87,13 +87,13 @@ def parse_name(name: str, prefix: str = "") -> FileName:
     *above, last = _parts(name)
     if last in ("", ".", ".."):
         return FileName()
-    folders = _folders(tuple(above))
-    base = _stem(last)
+    folders = _from_folders(tuple(above))
+    base = _without_endings(last)
     host = _own_host(base) or folders.host
     if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
-        rank = _small(number[0])
+        rank = _rank_number(number[0])
         return FileName(rank=rank, host=host, sure=rank >= 0)
-    node, local = _last_number(_NODE, base), _last_number(_LOCAL, base)
+    node, local = _last_number(_NODE, base), _last_number(_LOCAL_RANK, base)
     about = FileName(
         host=host,
         node=folders.node if node < 0 else node,
@@ -133,16 +133,16 @@ def _parts(name: str) -> list[str]:
 
 
 @lru_cache(maxsize=4096)
-def _folders(parts: tuple[str, ...]) -> FileName:
+def _from_folders(parts: tuple[str, ...]) -> FileName:
     """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
     stated = _first_known(_stated_rank(part) for part in near)
-    bare = (_small(part) for part in near if part.isdecimal() and part.isascii())
+    bare = (_rank_number(part) for part in near if part.isdecimal() and part.isascii())
     return FileName(
         rank=stated if stated >= 0 else _first_known(bare),
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
         node=_first_known(_last_number(_NODE, part) for part in near),
-        local_rank=_first_known(_last_number(_LOCAL, part) for part in near),
+        local_rank=_first_known(_last_number(_LOCAL_RANK, part) for part in near),
         sure=stated >= 0,
     )
 
@@ -161,32 +161,34 @@ def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
     * ``trace-3-28123``, ``trace-4-28124``: the position whose numbers all differ and are lowest.
     * ``1-of-4``, ..., ``4-of-4``: ranks counted from 1.
     """
-    each = [parse_name(name, prefix) for name in names]
-    _counted_from_one(names, each)
-    _by_position(names, each)
-    _by_node(names, each)
-    return each
+    parsed = [parse_name(name, prefix) for name in names]
+    _counted_from_one(names, parsed)
+    _by_position(names, parsed)
+    _by_node(names, parsed)
+    return parsed
 
 
-def _counted_from_one(names: Sequence[str], each: list[FileName]) -> None:
-    counted = [
-        match if (match := _OF.search(name)) and found.rank == _small(match[1]) else None
-        for name, found in zip(names, each, strict=True)
-    ]
-    if any(match and _small(match[1]) == _small(match[2]) for match in counted) and not any(
-        match and _small(match[1]) == 0 for match in counted
+def _counted_from_one(names: Sequence[str], parsed: list[FileName]) -> None:
+    """Subtract 1 from the ranks of names as ``2-of-4`` if one is *n of n* and none *0 of n*."""
+    sizes: dict[int, int] = {}  # n, by the name's index
+    for at, name in enumerate(names):
+        match = _N_OF_M.search(name)
+        if match and 0 <= parsed[at].rank == _rank_number(match[1]):
+            sizes[at] = _rank_number(match[2])
+    if any(parsed[at].rank == size for at, size in sizes.items()) and all(
+        parsed[at].rank for at in sizes
     ):
-        for at, match in enumerate(counted):
-            if match:
-                each[at] = replace(each[at], rank=each[at].rank - 1)
+        for at in sizes:
+            parsed[at] = replace(parsed[at], rank=parsed[at].rank - 1)
 
 
-def _by_position(names: Sequence[str], each: list[FileName]) -> None:
-    # of alike names: the numbers of each, by its index
+def _by_position(names: Sequence[str], parsed: list[FileName]) -> None:
+    """Resolve names that differ only in their numbers, by the position that tells them apart."""
+    # by the name without its numbers: the numbers, by the name's index
     shapes: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
-    for at, (name, found) in enumerate(zip(names, each, strict=True)):
+    for at, (name, found) in enumerate(zip(names, parsed, strict=True)):
         if found.note and not found.sure:
-            base = _stem(_parts(name)[-1])
+            base = _without_endings(_parts(name)[-1])
             numbers = _numbers(base)
             shapes[_NUMBER.sub("#", _without_dates(base)), len(numbers)][at] = numbers
     for members in shapes.values():
@@ -194,7 +196,7 @@ def _by_position(names: Sequence[str], each: list[FileName]) -> None:
         if ranks is None:
             continue
         for at, rank in zip(members, ranks, strict=True):
-            each[at] = replace(each[at], rank=rank, note="")
+            parsed[at] = replace(parsed[at], rank=rank, note="")
 
 
 def _ranks_among(columns: Sequence[Sequence[int]]) -> Sequence[int] | None:
@@ -209,52 +211,54 @@ def _ranks_among(columns: Sequence[Sequence[int]]) -> Sequence[int] | None:
     return best if sum(max(column) == max(best) for column in different) == 1 else None
 
 
-def _by_node(names: Sequence[str], each: list[FileName]) -> None:
+def _by_node(names: Sequence[str], parsed: list[FileName]) -> None:
     """Infer ranks from nodes, in the order of their names, and local ranks. Nodes have the names
     of folders or hosts, unless numbers tell all of them apart.
     """
-    waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
-    numbered = {(each[at].node, each[at].local_rank) for at in waiting if each[at].node >= 0}
-    suffices = len(numbered) == len(waiting)
+    unranked = [at for at, found in enumerate(parsed) if found.rank < 0 <= found.local_rank]
+    numbered = {(parsed[at].node, parsed[at].local_rank) for at in unranked if parsed[at].node >= 0}
+    suffices = len(numbered) == len(unranked)
     where = {
-        at: (each[at].node, () if suffices else natural(_before_local(names[at]))) for at in waiting
+        at: (parsed[at].node, () if suffices else natural(_before_local(names[at])))
+        for at in unranked
     }
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}
-    per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
+    per_node = 1 + max((parsed[at].local_rank for at in unranked), default=0)
     note = (
         f"The file names hold node and GPU numbers instead of ranks: {per_node} ranks on each of"
         f" {len(order)} nodes, in the order of their names, are assumed."
         if len(order) > 1
         else ""
     )
-    for at in waiting:
-        each[at] = replace(
-            each[at], rank=order[where[at]] * per_node + each[at].local_rank, note=note
+    for at in unranked:
+        parsed[at] = replace(
+            parsed[at], rank=order[where[at]] * per_node + parsed[at].local_rank, note=note
         )
 
 
 def _before_local(name: str) -> str:
     """Return the part of a name that may tell its node."""
-    *_, last = _LOCAL.finditer(name)  # it has a local rank, which this found
+    *_, last = _LOCAL_RANK.finditer(name)  # it has a local rank, which this found
     return _OF_PROCESS.sub("", _without_dates(name[: last.start()]))
 
 
 def _stated_rank(part: str) -> int:
-    found = [_small(match[1] or match[2]) for match in _RANK.finditer(part)]
+    found = [_rank_number(match[1] or match[2]) for match in _RANK.finditer(part)]
     if known := [number for number in found if number >= 0]:
         return known[-1]
-    if match := _OF.search(part):
-        return _small(match[1])
-    short = _SHORT.findall(part)
-    return _small(short[-1]) if short else -1
+    if match := _N_OF_M.search(part):
+        return _rank_number(match[1])
+    short = _R_NUMBER.findall(part)
+    return _rank_number(short[-1]) if short else -1
 
 
 def _last_number(pattern: re.Pattern[str], part: str) -> int:
     found = pattern.findall(part)
-    return _small(found[-1]) if found else -1
+    return _rank_number(found[-1]) if found else -1
 
 
-def _small(number: str) -> int:
+def _rank_number(number: str) -> int:
+    """Return a number; -1 if it is too large for a rank."""
     return int(number) if len(number) <= 12 and int(number) <= RANK_MAX else -1
 
 
@@ -277,7 +281,7 @@ def rank_of_dump(recorded: int, candidates: Sequence[int], name: FileName) -> tu
     return name.rank, ""
 
 
-def _stem(name: str) -> str:
+def _without_endings(name: str) -> str:
     while (shorter := _ENDING.sub("", name)) != name and shorter:
         name = shorter
     return name

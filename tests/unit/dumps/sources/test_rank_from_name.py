@@ -107,6 +107,7 @@ def test_what_can_be_read_in_several_ways_is_said(name: str, rank: int, words: s
         (["1" * 5000 + "-of-4"], [4]),
         ([f"{part}-of-4.pkl" for part in (1, 2, 3, 4)], [0, 1, 2, 3]),
         ([f"{part}-of-4.pkl" for part in (0, 1, 2, 3)], [0, 1, 2, 3]),
+        (["99999999999-of-99999999999.pkl"], [-1]),
     ],
 )
 def test_all_names_together_say_more(names: list[str], ranks: list[int]) -> None:
