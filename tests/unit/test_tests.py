@@ -56,7 +56,7 @@ NOT_YET = {
     """,
     "integration/test_pytest_plugin.py": """
         testing testing/observation testing/observer_client testing/plugin
-        testing/rank_process testing/ranks
+        testing/rank_process
     """,
     "integration/test_scenarios.py": """
         scenarios/lab
