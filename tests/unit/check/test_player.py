@@ -18,6 +18,8 @@ from commlens.check.player import Player
 from commlens.check.run_rank import Plan, Run, warm_up
 from commlens.model.ranklog import End
 
+pytestmark = pytest.mark.launches  # forks ranks
+
 
 @pytest.fixture(autouse=True)
 def _warm() -> None:

@@ -11,6 +11,8 @@ from commlens.check import processes
 from commlens.check.processes import RankProcesses
 from commlens.check.run_rank import warm_up
 
+pytestmark = pytest.mark.launches  # forks ranks
+
 
 @pytest.mark.parametrize("memory", [1 << 30, 0])
 def test_each_rank_starts_once_if_the_memory_suffices(

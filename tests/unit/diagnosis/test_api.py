@@ -42,7 +42,7 @@ FAULTS = [
     "healthy-done",
     "healthy-spread",
 ]
-USUAL = ("stuck-before-tp", "lost-send", "lost-dumps", "healthy-done")
+USUAL = ("stuck-before-tp", "healthy-done")
 """test_api_generated.py has all of them in shorter dumps."""
 
 

@@ -253,6 +253,7 @@ def test_groups_in_one_collective_may_be_running_unless_a_log_tells_of_a_timeout
     assert diagnose(tmp_path).kind == "stuck-inside"
 
 
+@pytest.mark.long  # as stuck-and-mismatch above
 def test_two_faults_of_64_ranks_are_two_root_causes(tmp_path: Path) -> None:
     assert_right(MESHES[64], "stuck-and-mismatch", tmp_path, SHORT)
 
