@@ -235,4 +235,6 @@ def test_an_endpoint_that_fails_harms_nothing(tmp_path: Path, fault: str):
     finally:
         failing.close()
     assert "VERDICT rank 1 died of SIGKILL" in " ".join(said(tmp_path).split())
-    assert said(tmp_path).count("commlens: OTLP: ") == (0 if fault == "no answer" else 1)
+    # without an answer, the exporter gives up after ten seconds, which a busy machine takes to end
+    failed = said(tmp_path).count("commlens: OTLP: ")
+    assert failed <= 1 if fault == "no answer" else failed == 1
