@@ -17,9 +17,9 @@ from commlens.model.cause import JobEnding
 from commlens.model.xids import xid
 
 INTERESTING: Final = re.compile(
-    rb"CANCELLED AT |oom[-_]kill|srun: error: |OOMKilled|Evicted|low on resource"
-    rb"|[Oo]ut of memory: Killed process|low on memory|due to memory pressure|NVRM: Xid"
-    rb"|exits with return code = |: line \d+: +\d+ Killed|Preempted|\(exitcode: "
+    rb"CANCELLED AT |srun: Job step aborted|oom[-_]kill|srun: error: |OOMKilled|Evicted"
+    rb"|low on resource|[Oo]ut of memory: Killed process|low on memory|due to memory pressure"
+    rb"|NVRM: Xid|exits with return code = |: line \d+: +\d+ Killed|Preempted|\(exitcode: "
     rb"|PBS: job killed|TERM_[A-Z]+: job killed|noticed that process rank|Process name: \[\["
     rb"|KILLED BY SIGNAL|BAD TERMINATION|terminated with code|ProcessExitedException"
     rb"|ray\.exceptions\.|died unexpectedly|CalledProcessError: |\[c10d\] The (?:client|server|IPv)"

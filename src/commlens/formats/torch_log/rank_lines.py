@@ -99,6 +99,7 @@ class JobLines:
     world_size: int = 0  # 0: unknown
     only_local: bool = False  # a line has a local rank, and no line tells the global one
     is_of_a_job: bool = False  # a line is of a distributed job
+    aborted_first: bool = False  # srun began to end the ranks before one of them raised
     launcher_signal: str = ""
     remarks: list[tuple[str, int]] = field(default_factory=list)
     endings: list[EndingLine] = field(default_factory=list)

@@ -701,6 +701,7 @@ def test_a_scheduler_tells_why_the_job_ended(
     hold(f"dead/told-by-logs-{ending}", verdict)
 
 
+STEP_ABORTED = "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
 CLOSED = "".join(
     f"[rank{rank}]: Traceback (most recent call last):\n"
     f'[rank{rank}]:   File "/home/me/train.py", line 10, in <module>\n'
@@ -712,8 +713,14 @@ CLOSED = "".join(
 
 @pytest.mark.parametrize(
     ("log", "kind", "ending"),
-    [(f"{SLURM} ***\n{CLOSED}", "dead", "cancelled"), (f"{CLOSED}{SLURM} ***\n", "dead", None)],
-    ids=["before", "after"],
+    [
+        (f"{SLURM} ***\n{CLOSED}", "dead", "cancelled"),
+        (f"{CLOSED}{SLURM} ***\n", "dead", None),
+        (f"{STEP_ABORTED}{CLOSED}{SLURM} ***\n", "dead", "cancelled"),
+        (f"{CLOSED}{STEP_ABORTED}{SLURM} ***\n", "dead", None),
+        (f"{STEP_ABORTED}{CLOSED}", "dead", None),
+    ],
+    ids=["before", "after", "step-before", "step-after", "step-alone"],
 )
 def test_a_job_that_was_cancelled_before_a_rank_raised(
     tmp_path: Path, log: str, kind: str, ending: str | None
