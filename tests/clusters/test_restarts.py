@@ -33,6 +33,8 @@ def main():
         if step == 5 and dist.get_rank() == 1:
             if CRASHES_AGAIN or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    dist.destroy_process_group()
 
 main()
 """
