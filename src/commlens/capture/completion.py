@@ -337,18 +337,6 @@ class CompletionTracker:
                 oldest = _older(oldest, token)
         return oldest
 
-    def step_begins(self) -> None:
-        """Poll, because an optimizer's step begins: what DDP waited for in C++ is complete by
-        now.
-        """
-        try:
-            self._poll()
-        except Exception as error:
-            self._failed(error)
-
-    def _poll(self) -> None:
-        self.sweep()
-
     def held(self) -> int:
         """Return how many Works are held and outputs remembered."""
         return len(self.in_flight) + len(self.by_pointer)

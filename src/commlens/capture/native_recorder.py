@@ -319,9 +319,6 @@ class NativeRecorder(Recorder):
                 token.result = native.result
             self.device_queues.add(token)
 
-    def _poll(self) -> None:
-        self.engine.sweep()
-
     def held(self) -> int:
         """Return how many Works are held and outputs remembered."""
         return int(self.engine.held())

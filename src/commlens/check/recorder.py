@@ -668,9 +668,6 @@ class SequenceRecorder(tap.Subscriber):
             sequence.cut_off = True
             raise EndOfRun(_ENDED_BY_US)
 
-    def step_begins(self) -> None:
-        """Do nothing: only a run on real ranks waits."""
-
     def not_a_member(self) -> None:
         """Note that the rank called a collective of a group that it is not in. torch warns and does
         nothing.

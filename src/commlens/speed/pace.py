@@ -164,7 +164,7 @@ def _pace_of(
         min(steps),
         waited,
         window_s / max(1, *steps),
-        is_whole=_sees_other_nodes(inside, counts_steps=not rounds),
+        is_whole=_sees_other_nodes(inside),
         begin_ns=window[0],
         sent_s={rank: ns * _NS for rank, ns in on_device.sent.items()},
         min_cost=_min_cost(inside.values()),
@@ -252,7 +252,7 @@ def on_device_ns(ops: Iterable[Collective]) -> int:
     return sum(op.duration_ns or 0 for op in ops if op.channel.runs_ahead)
 
 
-def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]], *, counts_steps: bool) -> bool:
+def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
     """Return whether nearly all waits for ranks on other nodes were recorded."""
     # A group of many ranks is compared once, not for each of its collectives.
     groups = {id(op.channel.group): op.channel.group for ops in inside.values() for op in ops}
@@ -263,8 +263,7 @@ def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]], *, counts_step
         for op in ops
         if not op.channel.runs_ahead and id(op.channel.group) in reaching and not op.in_flight
     ]
-    unseen = [op for op in far if _waits_unseen(op) and not (counts_steps and op.done_ns)]
-    return len(unseen) <= _FEW * len(far)
+    return sum(map(_waits_unseen, far)) <= _FEW * len(far)
 
 
 class WaitTime(NamedTuple):
@@ -275,56 +274,30 @@ class WaitTime(NamedTuple):
     op: Collective
 
 
-def find_waits(logs: Sequence[RankLog]) -> dict[int, list[WaitTime]]:
+def find_waits(logs: Iterable[RankLog]) -> dict[int, list[WaitTime]]:
     """Return each rank's waits on the host, sorted.
 
     DDP waits for its collectives in C++ at the end of the backward pass, which the tap does not
-    see. There the last collective of a step counts. If all its ranks are on one host, the wait
-    lasts until all have issued it. Clocks of several hosts differ: there it lasts until it is found
-    complete, at the latest when the optimizer's step begins.
+    see. There the last collective of a step counts, and the wait lasts until all ranks of the host
+    have issued it: clocks of several hosts differ.
     """
-    ops = {
-        log.rank: [op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns]
-        for log in logs
-    }
-    found = {
-        log.rank: [*chain.from_iterable(_own_waits(op, log) for op in ops[log.rank])]
-        for log in logs
-    }
-    hosts = {log.rank: log.host for log in logs}
-    with_steps = {log.rank for log in logs if log.steps}
-    for (key, host, _), last in _last_unseen(ops, hosts).items():
-        is_here = all(hosts.get(rank) == host for rank in key[2])
-        ends = _last_arrival(last) if is_here else _found_complete(last, with_steps)
-        for rank, end in ends.items():
-            found[rank].append(WaitTime(last[rank].announced_ns, end, last[rank]))
+    found: dict[int, list[WaitTime]] = {}
+    hosts: dict[int, str] = {}
+    # channel, host, step: each rank's last one
+    unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
+    for log in logs:
+        hosts[log.rank] = log.host
+        ops = [op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns]
+        found[log.rank] = [*chain.from_iterable(_own_waits(op, log) for op in ops)]
+        for op in filter(_waits_unseen, ops):
+            unseen[op.channel.key, log.host, op.step][log.rank] = op
+    for (key, host, _), by_rank in unseen.items():
+        numbers = {op.sequence_number for op in by_rank.values()}
+        if len(numbers) == 1 and len(by_rank) == sum(hosts.get(rank) == host for rank in key[2]):
+            last = max(op.announced_ns for op in by_rank.values())
+            for rank, op in by_rank.items():
+                found[rank].append(WaitTime(op.announced_ns, last, op))
     return {rank: sorted(waits, key=lambda wait: wait[:2]) for rank, waits in found.items()}
-
-
-def _found_complete(last: Mapping[int, Collective], with_steps: Collection[int]) -> dict[int, int]:
-    """Return by rank when it found the collective complete, if it counts steps."""
-    return {rank: op.done_ns for rank, op in last.items() if op.done_ns and rank in with_steps}
-
-
-def _last_arrival(last: Mapping[int, Collective]) -> dict[int, int]:
-    """Return for each rank when the last one issued the collective; nothing if they issued
-    different ones.
-    """
-    ops = list(last.values())
-    if len(ops) < len(ops[0].channel.group.ranks) or len({op.sequence_number for op in ops}) > 1:
-        return {}
-    return dict.fromkeys(last, max(op.announced_ns for op in ops))
-
-
-def _last_unseen(
-    ops: Mapping[int, Sequence[Collective]], hosts: Mapping[int, str]
-) -> dict[tuple[ChannelKey, str, int], dict[int, Collective]]:
-    """Return by channel, host and step each rank's last collective that C++ may have waited for."""
-    last: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
-    for rank, each in ops.items():
-        for op in filter(_waits_unseen, each):
-            last[op.channel.key, hosts[rank], op.step][rank] = op
-    return last
 
 
 def _own_waits(op: Collective, log: RankLog) -> Iterator[WaitTime]:

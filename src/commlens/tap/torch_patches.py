@@ -496,15 +496,7 @@ def _learning_meshes(original: Any) -> Any:
 
 @functools.cache
 def _tap_optimizers() -> None:
-    from torch.optim.optimizer import (
-        register_optimizer_step_post_hook,
-        register_optimizer_step_pre_hook,
-    )
-
-    def commlens_before_step(*_: Any) -> None:
-        recorder = _recorder
-        if recorder is not None:
-            recorder.step_begins()
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def commlens_step(*_: Any) -> None:
         recorder = _recorder
@@ -512,7 +504,6 @@ def _tap_optimizers() -> None:
             recorder.steps += 1
             recorder.writer.word(L.STEPS, recorder.steps)
 
-    register_optimizer_step_pre_hook(commlens_before_step)
     register_optimizer_step_post_hook(commlens_step)
 
 

@@ -35,7 +35,7 @@ def job(
 
     Args:
         how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which
-            nobody records; "polled": the same, and they are found complete then.
+            nobody records.
         device: on an accelerator, the host never waits.
         timed: durations on the device are known.
     """
@@ -73,7 +73,6 @@ def job(
                     )
                 else:
                     op.learned_how = LearnedHow.POLL
-                    op.done_ns = end if how == "polled" else 0
                 log.collectives.append(op)
                 now[rank] = end if how == "wait" or line == 20 else arrived[rank]
     for rank, log in enumerate(logs):
