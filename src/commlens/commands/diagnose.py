@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
     from commlens.dumps.sources import Paths
     from commlens.model.health import NodeHealth
+    from commlens.model.ranklog import RankLog
     from commlens.model.topology import Inventory
     from commlens.model.verdict import Verdict
 
@@ -172,28 +173,40 @@ def exit_status(verdict: Verdict) -> int:
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
 
 
+def _logs_since(logs: list[RankLog], since: int | time | datetime) -> list[RankLog]:
+    from commlens.speed import rhythm
+    from commlens.text import utc
+
+    newest = [log.collectives[-1] for log in logs if log.collectives]
+    found = rhythm.since(logs, since)
+    if newest and not all(log.collectives for log in found):
+        last = max(newest, key=lambda op: op.announced_ns)
+        raise CommandError(
+            f"--since {since}: not all ranks have records since then; the last is of step"
+            f" {last.step:,} ({utc(last.announced_ns)})."
+        )
+    return found
+
+
 def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> None:
     from commlens.commands.table import print_table
     from commlens.reports.step_table import change_words, period_words
     from commlens.speed import pace, rhythm
-    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase, utc
+    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
-    logs = [view.log for _, view in sorted(examined.job.views.items())]
-    if since is not None:
-        newest = [log.collectives[-1] for log in logs if log.collectives]
-        logs = rhythm.since(logs, since)
-        if newest and not all(log.collectives for log in logs):
-            last = max(newest, key=lambda op: op.announced_ns)
-            raise CommandError(
-                f"--since {since}: not all ranks have records since then; the last is of step"
-                f" {last.step:,} ({utc(last.announced_ns)})."
-            )
+    all_logs = [view.log for _, view in sorted(examined.job.views.items())]
+    logs = _logs_since(all_logs, since) if since is not None else all_logs
     measured = pace.measure(logs)
     print()
     if measured is None:
+        few = since is not None and pace.measure(all_logs) is not None
+        needed = (
+            "it needs the black boxes of at least two ranks, with records of the same time, and on"
+            " an accelerator the setting timing"
+        )
         print(
-            "How long each rank waits is unknown: it needs the black boxes of at least two ranks,"
-            " with records of the same time, and on an accelerator the setting timing."
+            "How long each rank waits is unknown:"
+            f" {'there are too few records since then' if few else needed}."
         )
         return
     print(
@@ -280,7 +293,7 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
 
 
 def _step_or_time(text: str) -> int | time | datetime:
-    if text.isascii() and (step := text.replace(",", "")).isdecimal():
+    if text.isascii() and (step := text.replace(",", "")).isdecimal() and len(step) < 20:
         return int(step)
     for parse in (time.fromisoformat, datetime.fromisoformat):
         with suppress(ValueError):

@@ -61,13 +61,16 @@ def first_moments(log: RankLog) -> dict[int, int]:
 
 def since(logs: Sequence[RankLog], when: int | time | datetime) -> list[RankLog]:
     """Return the logs with only the collectives since a step, or since a time in UTC. A time of day
-    is the one closest to the end of the records.
+    is the one closest to the newest record.
     """
     if isinstance(when, int):
         step = when
         return [_filtered(log, lambda op: op.step >= step) for log in logs]
     if isinstance(when, time):
-        end = datetime.fromtimestamp(max(log.captured_ns for log in logs) * _NS, timezone.utc)
+        newest = max(
+            (log.collectives[-1].announced_ns for log in logs if log.collectives), default=0
+        )
+        end = datetime.fromtimestamp(newest * _NS, timezone.utc)
         zone = when.tzinfo or timezone.utc
         days = [end.date() + timedelta(days) for days in (-1, 0, 1)]
         when = min(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 import msgspec
 import pytest
@@ -19,7 +20,13 @@ from commlens.speed.pace import (
     find_slow_ranks,
     measure,
 )
-from commlens.speed.rhythm import find_change, find_period, longer_than_usual, round_starts
+from commlens.speed.rhythm import (
+    find_change,
+    find_period,
+    longer_than_usual,
+    round_starts,
+    since,
+)
 
 
 def without_optimizer(logs: list[RankLog], op: str = "all_reduce") -> list[RankLog]:
@@ -130,3 +137,17 @@ def test_a_rank_with_a_periodic_task_is_not_slow(device: str) -> None:
     assert find_slow_in_records(logs) is None
     always = job(4, 300, lambda rank, _: 140.0 if rank == 0 else 100.0, device=device)
     assert find_periodic_waits(slow, always) is None
+
+
+def test_a_time_of_day_is_the_one_closest_to_the_newest_record() -> None:
+    """A dump of a job that has hung for half a day is captured on another day."""
+    logs = job(2, 50, lambda rank, step: 100.0)
+    middle = logs[0].collectives[50]
+    at = datetime.fromtimestamp(middle.announced_ns / 1e9, timezone.utc)
+    for log in logs:
+        log.captured_ns += 13 * 3600 * S
+    for when in (at.time(), at, middle.step):
+        kept = since(logs, when)[0].collectives
+        assert abs(len(kept) - 50) <= 1, when
+    empty = [msgspec.structs.replace(log, collectives=[]) for log in logs]
+    assert since(empty, at.time()) == empty
