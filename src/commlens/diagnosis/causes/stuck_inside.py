@@ -152,7 +152,7 @@ def _what_holds_up(
     is_unknown = context.completion_unknown(meeting.waiting)
     victims = meeting.blocked
     if is_unknown:
-        culprits, victims = _stand_stopped(meeting)
+        culprits, victims = _stand_stopped(context, meeting)
     else:
         culprits = _cannot_run(activities)
     runs_ahead = meeting.op.channel.runs_ahead
@@ -203,14 +203,16 @@ def _cannot_run(activities: Mapping[int, Activity]) -> list[int]:
     return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
 
 
-def _stand_stopped(meeting: EnteredOp) -> tuple[list[int], list[int]]:
+def _stand_stopped(context: Context, meeting: EnteredOp) -> tuple[list[int], list[int]]:
     """Return the ranks that have been stopped for at least half of the time for which others stand
-    still, so that a short stop in a long step does not count, and these others.
+    still, so that a short stop in a long step does not count, and these others. A rank that was
+    stopped when they had stood for a stall is a victim that someone looks at.
     """
     stopped = {view.rank: ns for view in meeting.views if (ns := _stopped_ns(view))}
     others = {view.rank: view for view in meeting.views if view.rank not in stopped}
     stood = {rank: ns for rank, view in others.items() if (ns := _stood_ns(view))}
-    least_ns = max(_STOP_STANDS_NS, max(stood.values(), default=0) // 2)
+    longest_ns = max(stood.values(), default=0)
+    least_ns = max(_STOP_STANDS_NS, longest_ns // 2, longest_ns - context.job.stall_timeout_ns)
     culprits = [rank for rank, ns in stopped.items() if stood and ns >= least_ns]
     return culprits, sorted(stood)
 
@@ -224,9 +226,11 @@ def _stood_ns(view: RankView) -> int:
 
 
 def _stopped_ns(view: RankView) -> int:
-    """Return for how long a process has been stopped: since the last beat of its watchdog."""
+    """Return for how long a process has been stopped by a signal, not by a debugger, which looks at
+    victims: since the last beat of its watchdog.
+    """
     seen = view.log.observation
-    if seen.suspended not in ("stopped", "debugged") or (seen.stopped_fraction or 0.0) <= 0.5:
+    if seen.suspended != "stopped" or (seen.stopped_fraction or 0.0) <= 0.5:
         return 0
     return view.now_ns - view.log.heartbeat_ns if view.log.heartbeat_ns else 0
 
