@@ -6,6 +6,7 @@ the same store and size are members of one group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -53,34 +54,46 @@ def identity_of(log: RankLog, made: HandMade) -> StoreIdentity:
 
 def identities(logs: Iterable[RankLog]) -> set[StoreIdentity]:
     """Return the groups made by hand that processes are in, as far as all members know them."""
+    return {group for group, _ in _memberships(logs)}
+
+
+def _memberships(logs: Iterable[RankLog]) -> set[tuple[StoreIdentity, int]]:
+    """Return the groups made by hand that processes are in, each with a process's rank in it."""
     return {
-        identity_of(log, made)
+        (identity_of(log, made), made.member)
         for log in logs
         for op in (*log.setups, *log.collectives)
         if (made := op.channel.group.hand_made) is not None and made.store
     }
 
 
-def _server(group: StoreIdentity) -> Hashable:
-    """Return what the members of a group have in common, whatever each was told of the group."""
-    address = parse_address(group.store)
-    return address if address.port else group
-
-
 def joined_runs(runs: Mapping[_Run, Iterable[RankLog]], first: _Run) -> set[_Run]:
     """Return the first run, and all runs that groups made by hand join with it, directly or through
     other runs.
 
-    Runs whose groups use one TCPStore are joined: their members may have been told different
-    prefixes or sizes.
+    Members may have been told different prefixes or sizes. So groups of one TCPStore join runs,
+    too, if both lack members. Independent jobs may use one store: their groups are complete.
     """
     if len(runs) == 1:
         return {first}
-    groups = {run: {_server(each) for each in identities(logs)} for run, logs in runs.items()}
+    links = _links(runs)
     joined, todo = {first}, [first]
     while todo:
         run = todo.pop()
-        more = {other for other in groups if not groups[run].isdisjoint(groups[other])} - joined
+        more = {other for other in links if not links[run].isdisjoint(links[other])} - joined
         joined |= more
         todo += more
     return joined
+
+
+def _links(runs: Mapping[_Run, Iterable[RankLog]]) -> dict[_Run, set[Hashable]]:
+    """Return the groups of each run, and the servers of the stores of those that lack members."""
+    found = {run: _memberships(logs) for run, logs in runs.items()}
+    number = Counter(group for group, _ in set().union(*found.values()))
+    links: dict[_Run, set[Hashable]] = {run: set() for run in runs}
+    for run, each in found.items():
+        for group, _ in each:
+            address = parse_address(group.store)
+            lacks = number[group] < group.size and bool(address.port)
+            links[run] |= {group, address} if lacks else {group}
+    return links
