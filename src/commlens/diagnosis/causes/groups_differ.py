@@ -8,16 +8,10 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Hashable
 
-from commlens.diagnosis.align.tie_break import (
-    UNDECIDED,
-    by_arguments,
-    by_majority,
-    first_decision,
-)
+from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import Case, Context, group_of, source_of
 from commlens.model.cause import (
     Claims,
-    Decision,
     GroupDifference,
     GroupName,
     GroupsDiffer,
@@ -140,11 +134,9 @@ def _add_halves(context: Context, held: list[int]) -> bool:
     halves = _halves(context, held)
     if halves is None:
         return False
-    decision = first_decision(
-        lambda: by_majority([*map(sorted, halves)]), lambda: _by_size_of_world(context, halves)
-    )
+    most, odd = map(sorted, halves)
+    decision = by_majority([most, odd]) or UNDECIDED
     culprits = list(decision.culprits)
-    most, odd = sorted(map(sorted, halves), key=lambda side: side == culprits)
     ops, weight = halves[0] | halves[1], len(context.job.views)
     usual, other = (ops[side[0]].channel.group for side in (most, odd))
     cause = GroupsDiffer(
@@ -207,36 +199,6 @@ def _waits_in(context: Context, rank: int, made: Collective) -> bool:
     """
     blocks = context.job.views[rank].blocks.values()
     return made.in_flight or any(block.op.channel.group == made.channel.group for block in blocks)
-
-
-def _by_size_of_world(
-    context: Context, halves: tuple[dict[int, Collective], dict[int, Collective]]
-) -> Decision | None:
-    """Blame those who ask for another number of members than there are ranks, where the others ask
-    for that many, and each process has its own rank in the group. The ranks must be known to make
-    up such a group: they have no default group, or were in one before.
-    """
-    size = context.job.size
-    ops = [(rank, op.channel.group) for calls in halves for rank, op in calls.items()]
-    own_ranks = all(group.ranks.index(rank) == rank for rank, group in ops)
-    sizes = [len(calls[min(calls)].channel.group.ranks) for calls in halves]
-    if not own_ranks or sizes.count(size) != 1 or not _make_up_a_group(context):
-        return None
-    return by_arguments(halves[not sizes.index(size)])
-
-
-def _make_up_a_group(context: Context) -> bool:
-    """Return whether all ranks are known to make up a group made by hand."""
-    logs = [view.log for view in context.job.views.values()]
-    setups = [op for log in logs for op in log.setups]
-    if any(log.worlds.are_several for log in logs):
-        return False
-    return all(op.op != "init_process_group" for op in setups) or any(
-        op.state is State.COMPLETED
-        and parse_address(op.channel.group.name).port
-        and op.channel.group.ranks == tuple(range(context.job.size))
-        for op in setups
-    )
 
 
 def _groups_before(name: str, op: Collective) -> int | None:
