@@ -27,6 +27,7 @@ log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
+_STALE_S: Final = 30.0  # of what other nodes answered last
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took
 _PAUSE: Final = 2
@@ -136,6 +137,7 @@ class _Job:
         self.elsewhere = _Elsewhere(folder, meet)
         self.other_worlds = OtherWorlds(newest=_NEWEST)
         self.of_all_nodes: JobStatus | None = None
+        self._answered_at = 0.0  # time.monotonic()
 
     def read(self) -> JobStatus:
         """Return the job's status: of all nodes as of their last answer, or of this node alone
@@ -150,10 +152,11 @@ class _Job:
         others = self.other_worlds.logs(logs, [self.folder])
         if has_other_nodes(logs) or identities(logs):
             answer = self.elsewhere.take({self.folder: logs, **others})
-            if answer is not None and (answer.logs or answer.lines or answer.worlds):
-                self.of_all_nodes = self._status(answer.join(logs), others, answer)
-                return self.of_all_nodes
-            if self.of_all_nodes is not None:
+            if answer is not None:
+                is_empty = not (answer.logs or answer.lines or answer.worlds)
+                found = None if is_empty else self._status(answer.join(logs), others, answer)
+                self.of_all_nodes, self._answered_at = found, time.monotonic()
+            if self.of_all_nodes is not None and time.monotonic() < self._answered_at + _STALE_S:
                 return self.of_all_nodes
         return self._status(logs, others, OtherNodes())
 

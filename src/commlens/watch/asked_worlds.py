@@ -127,8 +127,8 @@ def _ask(place: Place, names: set[int]) -> tuple[list[list[RankLog]], list[str]]
     return [logs for logs, _ in found.values()], [
         *chain.from_iterable(problems for _, problems in found.values()),
         *(
-            f"The world that {beat.host} reports for shares a group made by hand with this one, and"
-            f" did not answer: run the same command on {beat.host}."
+            f"A world that {beat.host} reports for may share a group made by hand with this one,"
+            f" and did not answer: run the same command on {beat.host}."
             for beat in silent
         ),
     ]

@@ -24,6 +24,7 @@ from commlens.model.collective import QUEUE
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import StoreIdentity, identity_of, parse_address
+from commlens.processes.pyspy import InBackground
 from commlens.text import capital, count, ranks_phrase
 from commlens.watch.nodes.beat import LAST, Beat, ByHand, News, key
 from commlens.watch.nodes.exchange import Nodes
@@ -64,6 +65,7 @@ class _Exchange(Nodes):
         self.members: dict[int, bytes] = {}
         """By slot: what each world has told of its processes while it was in sight."""
         self._told_of: Sequence[ByHand] = ()
+        self._looking: tuple[Sequence[ByHand], InBackground[bytes]] | None = None
         self._members_at = 0.0  # time.monotonic() of the last exchange of these
 
     def _exchange(self, client: Client, slot: int) -> None:
@@ -72,20 +74,41 @@ class _Exchange(Nodes):
         others, now = [beat.slot for beat in self.others], time.monotonic()
         is_due = now - self._members_at >= _MEMBERS_S
         if others and self._told_of != self.groups and (is_due or not self._told_of):
-            self._told_of = self.groups
-            client.set(key("members", slot), self._look(1))
+            self._tell_members(client, slot)
         self._members_at = now if is_due else self._members_at
         wanted = [other for other in others if is_due or other not in self.members]
         self.members |= stored(client, "members", wanted)
 
-    def lost_worlds(self) -> tuple[list[list[RankLog]], list[str]]:
+    def _tell_members(self, client: Client, slot: int) -> None:
+        """Look at the processes of this world, and tell of them in a later exchange: to look may
+        take seconds, in which the others must hear of this world.
+        """
+        if self._looking is None:
+            run = InBackground(functools.partial(self._look, 1), lambda _: b"")
+            self._looking = self.groups, run
+        groups, looking = self._looking
+        content = looking.wait()
+        if content is None:
+            return
+        if content:
+            client.set(key("members", slot), content)
+        self._told_of, self._looking = groups, None
+
+    def lost_worlds(self, answered: Collection[int]) -> tuple[list[list[RankLog]], list[str]]:
         """Return the logs of the worlds that were in sight until the place ended and have left no
         evidence, which tell only who their processes are, and a sentence on each.
+
+        Args:
+            answered: the names of the worlds that have answered in another place.
         """
         lost = self.lost_store
         if lost is None:
             return [], []
-        beats = [beat for beat in lost.beats if beat.slot not in self.answers]
+        beats = [
+            beat
+            for beat in lost.beats
+            if beat.slot not in self.answers and not has_name(beat, answered)
+        ]
         known = [
             (self.members[beat.slot], beat.host) for beat in beats if beat.slot in self.members
         ]
@@ -280,6 +303,7 @@ class MeetingWorlds:
         if self.reporter is not None:
             return [], []
         logs, problems = [], []
+        answered: set[int] = set()  # the names of the worlds that did
         self.out_of_sight = set()
         asked = {each: each.begin_gather() for each in self._exchanges.values()}
         end = time.monotonic() + _GATHER_S
@@ -294,7 +318,14 @@ class MeetingWorlds:
                     f"{count(len(silent), 'world')} that may share a group made by hand, reported"
                     f" by {hosts}, did not answer in time."
                 )
-            lost, lines = exchange.lost_worlds()
+            answered |= {
+                number
+                for beat in (*beats, *exchange.others)
+                if beat.slot in found
+                for number in _names(beat)
+            }
+        for exchange in asked:
+            lost, lines = exchange.lost_worlds(answered)
             problems += lines
             logs += lost
             self.out_of_sight |= {reading_of(log) for of_world in lost for log in of_world}
@@ -348,7 +379,11 @@ def name_of(host: str, folder: Path) -> int:
 
 def has_name(beat: Beat, names: Collection[int]) -> bool:
     """Return whether a value is of a world with one of these names."""
-    return any(rank % (1 << _NAME_BITS) in names for rank in beat.ranks)
+    return not _names(beat).isdisjoint(names)
+
+
+def _names(beat: Beat) -> set[int]:
+    return {rank % (1 << _NAME_BITS) for rank in beat.ranks}
 
 
 def _out_of_sight(place: Place, last: Beat) -> str:
@@ -356,7 +391,7 @@ def _out_of_sight(place: Place, last: Beat) -> str:
     died = f" {capital(ranks_phrase(last.dead))} of it had died by then." if last.dead else ""
     return (
         f"The world that {last.host} reports for met this one in {place}, which has ended or cannot"
-        f" be reached any more.{died} What its ranks did then is printed on {last.host}."
+        f" be reached any more.{died} What its ranks did then may be printed on {last.host}."
     )
 
 

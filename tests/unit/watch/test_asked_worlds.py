@@ -83,7 +83,7 @@ def test_a_world_that_does_not_answer_is_named_by_its_host(
     with ticking(two[0]), ticking(two[1]):
         found = asked(two[0])
     assert not found.worlds and found.lines == [
-        "The world that host1 reports for shares a group made by hand with this one, and did not"
+        "A world that host1 reports for may share a group made by hand with this one, and did not"
         " answer: run the same command on host1."
     ]
 
