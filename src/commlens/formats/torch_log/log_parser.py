@@ -160,9 +160,9 @@ class LogParser:
         job.world_size = max(job.world_size, L.number_in(L.WORLD_SIZE, text))
         if self._tracebacks.spawned_in(text) is not None:
             job.only_local = True
-        raised = any(about.columns.exception for about in self._ranks.values())
         # srun tells it as it begins to end the ranks, the node later
-        job.aborted_first = job.aborted_first or ("srun: Job step aborted" in text and not raised)
+        if "srun: Job step aborted" in text:
+            job.aborted_first = job.aborted_first or not self._any_raised()
         ending = parse_ending(text)
         if ending in OF_THE_STORE:
             quoted = shorten(L.without_head(text), UNREAD_MAX, placeholder=" ...")
@@ -171,9 +171,12 @@ class LogParser:
             job.store_lines = [*others, told][-_STORE_LINES_MAX:]
         elif ending is not None and len(job.endings) < NOTES_MAX:
             quoted = shorten(text, UNREAD_MAX, placeholder=" ...")
-            first = job.aborted_first or not raised
+            first = job.aborted_first or not self._any_raised()
             xid, node = parse_xid(text), parse_failed_node(text)
             job.endings.append(EndingLine(ending, quoted, xid, node=node, before_errors=first))
+
+    def _any_raised(self) -> bool:
+        return any(about.columns.exception for about in self._ranks.values())
 
     def _add_worker_field(self, text: str) -> None:
         """Parse torchrun's list of failed workers: time, host, rank and exit status of each, in
