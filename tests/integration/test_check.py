@@ -539,7 +539,7 @@ def starts_its_own_ranks() -> None:
         (meets_at_an_address_of_its_own, False),
         (says_who_makes_the_store, True),
         (meets_at_the_launchers_address, True),
-        long(starts_its_own_ranks, True),
+        (starts_its_own_ranks, True),
     ],
 )
 def test_who_makes_a_store_at_an_address_of_its_own(program: Any, proven: bool) -> None:
@@ -662,7 +662,7 @@ def exchanges_guards() -> None:
         long(has_a_helper_of_its_last_ranks, 3, ".broadcast", "by hand"),
         long(lets_torch_make_the_helper, 2, ".allreduce", "by hand"),
         (asks_for_more_ranks, 2, "init_process_group", "a world of 3 ranks, but this check runs 2"),
-        long(makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
+        (makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
         (changes_places, 2, "", "rank 0, but this check runs another rank there"),
         (exchanges_sizes_as_it_compiles, 2, "", "exchanges sizes between ranks"),
         pytest.param(

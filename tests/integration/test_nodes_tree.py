@@ -150,14 +150,14 @@ def judge(made: list[Node], size: int) -> None:
     assert verdict["victims"] == [rank for rank in range(size) if rank != 5]
 
 
-@pytest.mark.long  # the same below
+@pytest.mark.long
 def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path) -> None:
     with nodes(3, tmp_path) as made:
         start(made, 2)
         judge(made, 6)
 
 
-@pytest.mark.long  # the states are those of the test below; test_stall_certain.py judges them
+@pytest.mark.long  # test_stall_certain.py judges the states
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)
 def test_a_fault_that_is_certain_is_reported_before_the_stall_timeout(
     tmp_path: Path, count: int, per_node: int
