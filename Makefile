@@ -182,7 +182,7 @@ IMPORTED := import torch.distributed.run, torch.distributed.fsdp, torch.distribu
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) || { sleep 3; rm -rf $(VENV); } # what an interrupted run compiles beside the installation may still write
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(VENV)/bin/python -c '$(UNPACK_PIP)' 2>/dev/null || $(VENV)/bin/python -m ensurepip >/dev/null
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_VERSION) numpy 'setuptools>=77' $(USE_CPU_INDEX) \
