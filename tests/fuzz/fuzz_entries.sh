@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fuzzes the C parser of Flight Recorder pickles under AddressSanitizer and UndefinedBehaviorSanitizer.
 #   tests/fuzz/fuzz_entries.sh SECONDS [DUMP...]     libFuzzer where there is clang, else simple mutations
-# Not part of the test run, which has a small fuzzer of both readers (tests/unit/formats/flight_recorder/test_native_entries.py).
+# Not part of the test run, which has a small fuzzer of both readers (tests/unit/formats/flight_recorder/test_reader_native_entries.py).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 seconds=${1:-60}

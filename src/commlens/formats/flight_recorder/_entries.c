@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 1 /* of read()'s result, checked by native_entries.py */
+#define VERSION 1 /* of read()'s result, checked by reader.py */
 
 #define STACK_MAX (1u << 23)
 #define CONTAINERS_MAX 4000000u

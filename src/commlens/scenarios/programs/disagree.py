@@ -1,5 +1,5 @@
 """Hand-written data parallel training in which one rank once issues a different collective, or
-leaves one out. A comment names the faults in which ranks stop at its line.
+leaves one out. The comment on a line names the faults that stop ranks at that line.
 """
 
 from __future__ import annotations
