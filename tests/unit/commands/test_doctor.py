@@ -14,14 +14,14 @@ pytestmark = pytest.mark.launches
 
 
 def test_doctor_says_which_engine_and_recorder_and_why(
-    native_cache: Path, call_commlens: RunCommlens
+    native_cache: Path, run_commlens: RunCommlens
 ):
-    without = call_commlens("doctor")
+    without = run_commlens("doctor")
     assert without.returncode == 0, without.stderr
     assert "\nengine           python, because the native engine was not built" in without.stdout
     [line] = [line for line in without.stdout.splitlines() if line.startswith("recorder ")]
     assert "by default" in line and "; read through _dump_" in line
-    built = call_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
+    built = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
     assert (
         "\nengine           native, because it was built for this torch and Python" in built.stdout
     )
@@ -30,7 +30,7 @@ def test_doctor_says_which_engine_and_recorder_and_why(
         "COMMLENS_ENGINE": "python",
         "TORCH_FR_BUFFER_SIZE": "0",
     }
-    chosen = call_commlens("doctor", environ=environ).stdout
+    chosen = run_commlens("doctor", environ=environ).stdout
     assert (
         "\nengine           python, because the setting engine is python (COMMLENS_ENGINE)"
         in chosen
