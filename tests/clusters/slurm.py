@@ -22,7 +22,7 @@ ClusterName=commlens
 SlurmctldHost={host}
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=45
+AuthInfo=socket={folder}/munge.socket,cred_expire=75
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
