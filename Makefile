@@ -37,7 +37,7 @@ FAST_WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4))) --
 
 RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
 
-test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about twelve minutes on two slow cores (ARGS="-k name" to select among all)
+test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about fourteen minutes on two slow cores (ARGS="-k name" to select among all)
 	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs
