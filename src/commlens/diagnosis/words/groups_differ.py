@@ -82,12 +82,7 @@ def _halves(context: Context, case: Case[GroupsDiffer]) -> Words:
     what = "number of members" if cause.difference == "size" else "store's address and prefix"
     return Words(
         summary=f"the members of a group that the program makes do not meet: {joined(under)}",
-        explanation=(
-            f"Together they are its {min(sizes)} members."
-            if cause.blamed_by != "arguments"
-            else "Each has its own rank in the group, and the job has"
-            f" {count(context.job.size, 'rank')}."
-        ),
+        explanation=f"Together they are its {min(sizes)} members.",
         next_step=(
             f"compare the {what} that {ranks_and_verb(odd, 'passes', 'pass')} at {here} with what"
             f" {ranks_and_verb(most, 'passes', 'pass')} at {there}"
