@@ -245,10 +245,10 @@ _Result = TypeVar("_Result")
 
 
 class InBackground(Generic[_Result]):
-    """One run of py-spy in a thread, so that the watcher need not wait for it.
+    """One look at processes, by py-spy or otherwise, in a thread: the watcher need not wait for it.
 
     Args:
-        run: runs py-spy and returns its result.
+        run: looks, and returns its result.
         failed: returns the result in its place if it raises an exception.
     """
 
@@ -256,7 +256,7 @@ class InBackground(Generic[_Result]):
         self.started_at = time.monotonic()
         self._result: _Result | None = None
         self._run, self._failed = run, failed
-        self._thread = threading.Thread(target=self._take, name="commlens-py-spy", daemon=True)
+        self._thread = threading.Thread(target=self._take, name="commlens-background", daemon=True)
         self._thread.start()
 
     def _take(self) -> None:

@@ -80,8 +80,8 @@ class _Exchange(Nodes):
         self.members |= stored(client, "members", wanted)
 
     def _tell_members(self, client: Client, slot: int) -> None:
-        """Look at the processes of this world, and tell of them in a later exchange: to look may
-        take seconds, in which the others must hear of this world.
+        """Look at the processes of this world in a thread, and send the result in a later exchange:
+        a look may take seconds, and a world that sends nothing for so long counts as lost.
         """
         if self._looking is None:
             run = InBackground(functools.partial(self._look, 1), lambda _: b"")

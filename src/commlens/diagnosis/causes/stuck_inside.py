@@ -32,7 +32,7 @@ log lines never tell the dtype.
 
 
 _STANDS_NS = 1_000_000_000  # a transfer that has not moved for so long stands
-_CONNECTS_NS = 10_000_000_000
+_CONNECTS_NS = 10_000_000_000  # a new group may connect its ranks for so long
 _MAKES_GROUPS = WITHOUT_TENSORS - BARRIERS
 _STOP_STANDS_NS = 2_000_000_000  # a debugger that looks at a process stops it for less
 
@@ -204,9 +204,11 @@ def _cannot_run(activities: Mapping[int, Activity]) -> list[int]:
 
 
 def _stand_stopped(context: Context, meeting: EnteredOp) -> tuple[list[int], list[int]]:
-    """Return the ranks that have been stopped for at least half of the time for which others stand
-    still, so that a short stop in a long step does not count, and these others. A rank that was
-    stopped when they had stood for a stall is a victim that someone looks at.
+    """Return the ranks that are stopped and hold others up, and these others.
+
+    A rank counts if it has been stopped for at least half of the time for which the others have
+    stood still: a short stop in a long step says nothing. One that was stopped only after they had
+    stood for the stall timeout is itself a victim, which a person examines.
     """
     stopped = {view.rank: ns for view in meeting.views if (ns := _stopped_ns(view))}
     others = {view.rank: view for view in meeting.views if view.rank not in stopped}

@@ -160,7 +160,7 @@ class LogParser:
         job.world_size = max(job.world_size, L.number_in(L.WORLD_SIZE, text))
         if self._tracebacks.spawned_in(text) is not None:
             job.only_local = True
-        # srun tells it as it begins to end the ranks, the node later
+        # srun prints this as it begins to end the ranks; the node says later who ended the job
         if "srun: Job step aborted" in text:
             job.aborted_first = job.aborted_first or not self._any_raised()
         ending = parse_ending(text)
