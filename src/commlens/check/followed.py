@@ -17,7 +17,9 @@ class Reader(Protocol):
     """Where a followed number comes from."""
 
     def decide(self, outcome: bool) -> bool:
-        """Return the outcome of a comparison, or the number's truth value."""
+        """Return the outcome of a comparison that the program gets, or the number's truth value:
+        ``outcome``, or the one that the check has chosen in order to explore the other branch.
+        """
 
     def lose(self, value: Any) -> None:
         """Note that the number went to a place where it cannot be followed."""
@@ -79,7 +81,9 @@ def _call_and_follow(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_reader(result: Any, reader: Reader) -> Any:
-    """Return a method that decides a comparison, and follows a number."""
+    """Return a result as the program gets it: a truth value as the reader decides it, a number as
+    a followed one.
+    """
     if type(result) is bool:
         return reader.decide(result)
     if type(result) is tuple:  # divmod
@@ -100,8 +104,9 @@ def _computation(base: type[Any], name: str) -> Callable[..., Any]:
 
     def compute(self: Any, *others: Any) -> Any:
         result = original(self, *others)
+        # Python would go on to the plain float's reflected method, whose result is not followed.
         if result is NotImplemented and base is int and isinstance(others[0], float):
-            result = getattr(float, name)(float.__new__(float, self), *others)
+            result = getattr(float, name)(float(int.__int__(self)), *others)
         reader = None if result is NotImplemented else _reader((self, *others))
         return result if reader is None else _with_reader(result, reader)
 
@@ -137,7 +142,8 @@ _OF_INTS = [
     ),
     "__invert__",
 ]
-_CONVERSIONS = ("__int__", "__trunc__", "__round__", "__floor__", "__ceil__")
+_CONVERSIONS = ("__int__", "__float__", "__trunc__", "__round__", "__floor__", "__ceil__")
+"""Make a plain number, which is not followed any more."""
 
 
 def _fill(kind: type[Any], base: type[Any]) -> None:

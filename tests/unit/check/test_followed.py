@@ -83,7 +83,16 @@ def test_a_conversion_loses_the_number() -> None:
     reader = Asked()
     number = follow(2.5, reader)
     assert (int(number), round(number), math.floor(number)) == (2, 2, 2)
-    assert len(reader.lost) == 3
+    assert [type(float(each)) for each in (number, follow(3, reader))] == [float, float]
+    assert len(reader.lost) == 5
+
+
+def test_what_only_shows_a_number_does_not_lose_it() -> None:
+    reader = Asked()
+    number = follow(2.5, reader)
+    assert f"{number:.1f} {number} {number!r}" == "2.5 2.5 2.5"
+    assert torch.ones(1).mul(number).item() + follow(3, reader) * 0.5 == 4.0
+    assert not reader.lost
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
