@@ -42,7 +42,7 @@ DTYPES: Final = {
     "UInt32": "uint32",
     "UInt64": "uint64",
 }
-"""c10::toString(ScalarType) to the name in Python."""
+"""From the name that c10::toString(ScalarType) writes to the name in Python."""
 
 
 class ProfilingName(NamedTuple):
@@ -67,7 +67,7 @@ def read_name(name: str) -> ProfilingName:
     ``nccl2:recv 1<-?``.
     """
     prefix, _, raw = name.rpartition(":")
-    backend = prefix.removesuffix("-lazy").rstrip("0123456789")
+    backend = prefix.removesuffix("-lazy").rstrip("0123456789")  # of torch 2.14 and later
     device = _DEVICES.get(backend, "")
     found = _P2P.match(raw)
     if found:
@@ -89,9 +89,15 @@ def dtype_of(name: str) -> str:
     return DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
 
 
-def has_too_many(text: str) -> bool:
+def has_too_many_ranks(text: str) -> bool:
     """Return whether a list of ranks is longer than that of any job."""
     return text.count(",") >= WORLD_MAX
+
+
+def _rank_in(text: str) -> int:
+    if len(text) >= 12:  # a long number takes long to parse
+        raise ValueError(text)
+    return int(text)
 
 
 @lru_cache(maxsize=4096)
@@ -100,11 +106,11 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     has. Nothing is evaluated.
     """
     inside = text.strip()
-    if not (inside.startswith("[") and inside.endswith("]")) or has_too_many(text):
+    if not (inside.startswith("[") and inside.endswith("]")) or has_too_many_ranks(text):
         return ()
     try:
         ranks = (
-            tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12)
+            tuple(_rank_in(part) for part in inside[1:-1].split(","))
             if inside[1:-1].strip()
             else ()
         )

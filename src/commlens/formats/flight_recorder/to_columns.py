@@ -16,7 +16,7 @@ from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, 
 from commlens.formats.flight_recorder.names import (
     ProfilingName,
     dtype_of,
-    has_too_many,
+    has_too_many_ranks,
     parse_ranks,
     read_name,
 )
@@ -176,7 +176,7 @@ def _ranks_of_groups(groups: dict[Any, Any], problems: list[str]) -> _Ranks:
         if isinstance(about, dict):
             ranks = about.get("ranks")
             ranks = ranks if isinstance(ranks, str) else ""
-            if has_too_many(ranks):
+            if has_too_many_ranks(ranks):
                 longest = max(longest, ranks.count(",") + 1)
             if isinstance(name, str):
                 by_description = found.setdefault(clean(name), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.formats.flight_recorder.names import read_name
+from commlens.formats.flight_recorder.names import parse_ranks, read_name
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,20 @@ from commlens.formats.flight_recorder.names import read_name
 def test_names(name, expected):
     found = read_name(name)
     assert (found.op, found.backend, found.device) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("[0, 1, 5]", (0, 1, 5)),
+        ("[]", ()),
+        ("0, 1", ()),
+        ("[0, one]", ()),
+        ("[0, -1]", ()),
+        ("[0, 123456789012345, 5]", ()),
+    ],
+)
+def test_a_list_of_ranks_is_read_as_a_whole_or_not_at_all(
+    text: str, ranks: tuple[int, ...]
+) -> None:
+    assert parse_ranks(text) == ranks
