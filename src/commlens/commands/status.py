@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
+from commlens.errors import CommandError
 
 if TYPE_CHECKING:
     from commlens.diagnosis.views.status import JobStatus
@@ -51,13 +52,15 @@ class StatusCommand:
         from commlens.reports.json_report import print_json
         from commlens.text import naming_worlds
 
+        if arguments.health and (arguments.json or arguments.step):
+            raise CommandError("--health prints a table of its own: leave --json and --step out.")
         settings = load_settings().settings
         jobs = find_recorded_jobs(arguments.job, settings.box_dir)
         if arguments.step:
             return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
-            # worlds that meet are one picture
             statuses = pool.map(lambda job: _status(job, settings.meet), jobs)
+            # Jobs that share process groups have one status, of the processes of all: keep it once.
             found = list({each.processes: each for each in statuses}.values())
         if arguments.json:
             print_json(
@@ -113,13 +116,13 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
     return 0
 
 
-def _status(job: Path, meet: str) -> JobStatus:
+def _status(job: Path, meeting_place: str) -> JobStatus:
     from commlens.diagnosis.views.status import status_of
     from commlens.dumps.save import dump_name
     from commlens.watch.asked_worlds import look_everywhere
     from commlens.watch.snapshot import snapshot
 
-    logs, elsewhere, _ = look_everywhere(job, snapshot(job, window_s=0.4), meet)
+    logs, elsewhere, _ = look_everywhere(job, snapshot(job, window_s=0.4), meeting_place)
     return status_of(
         dump_name([job]), logs, elsewhere.lines, alike=elsewhere.alike, hosts=elsewhere.hosts
     )
@@ -140,7 +143,7 @@ def _print(job: JobStatus, *, everything: bool) -> None:
         return
     rows = arrange(job.rows if everything else fold(job.rows), "rank")
     headings, lines = used_columns(HEADINGS, [cells(row) for row in rows])
-    if len(rows) == len(job.rows):
+    if len(rows) == len(job.rows):  # none is folded: each row is one process
         headings.insert(1, "pid")
         lines = [[line[0], str(row.pid), *line[1:]] for line, row in zip(lines, rows, strict=True)]
     headings, lines = add_hosts(job, rows, headings, lines)

@@ -46,3 +46,15 @@ def test_the_place_of_the_node_is_shown(
     text = capsys.readouterr().out
     assert "(switch leaf-1, rack r2), with counts and times since boot:" in text
     assert "H100 80GB HBM3  near mlx5_1, 41" in text
+
+
+@pytest.mark.parametrize("other", ["--json", "--step"])
+def test_the_hardware_beside_another_form_of_the_status_is_refused(
+    other: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMLENS_BOX_DIR", str(tmp_path))
+    assert commands.main(["status", str(tmp_path), "--health", other]) == 2
+    assert "--health prints a table of its own" in capsys.readouterr().err
