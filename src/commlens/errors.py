@@ -91,8 +91,9 @@ class DistributedOperationException(CommlensError):
     """A collective would hang or fail, so it was not issued. The message, the same on all ranks,
     lists every rank's arguments.
 
-    ``kind`` is the kind in a verdict: "mismatch/shape", "missing", "dead", "cycle". ``refusal``
-    holds the kind, the aspect and the ranks as fields.
+    :mod:`commlens.verification` sets both fields: ``kind`` is the kind in a verdict
+    ("mismatch/shape", "missing", "dead", "cycle"), and ``refusal`` holds the kind, the aspect and
+    the ranks under these names.
     """
 
     slug = "distributed-operation"

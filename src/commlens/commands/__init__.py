@@ -172,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``commlens`` command.
 
     Returns:
-        The exit status: 2 for wrong usage, otherwise the verb's.
+        The exit status: 2 for wrong usage, 130 after Ctrl-C, 141 if the reader of a pipe has left,
+        otherwise the command's.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -215,7 +216,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     """Declare the program to run and its own arguments, which are passed on unchanged."""
     from commlens.launch.options import own_options
 
-    parser.set_defaults(own_options=own_options(parser))
+    parser.set_defaults(own_options=own_options(parser))  # for program_of()
     parser.add_argument(
         "-m", "--module", action="store_true", help="run a module, as python -m does"
     )
@@ -290,8 +291,8 @@ def _entry(verb: str) -> Entry:
 
 
 def _runs_user_code(arguments: list[str]) -> bool:
-    return any(
-        entry.runs_user_code and entry.name == arguments[0] for entry in COMMANDS if arguments
+    return bool(arguments) and any(
+        entry.runs_user_code and entry.name == arguments[0] for entry in COMMANDS
     )
 
 

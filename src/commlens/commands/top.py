@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
-_OBSERVED_S: Final = 4.0
-_STALE_S: Final = 30.0  # of what other nodes answered last
+_OBSERVED_S: Final = 4.0  # of each process: what it did for so long tells whether it moves
+_STALE_S: Final = 30.0  # the other nodes' last answer is shown for so long
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took
 _PAUSE: Final = 2
@@ -91,8 +91,11 @@ class _Elsewhere:
         self._answer: OtherNodes | None = None
         self._due = 0.0
 
-    def take(self, runs: Mapping[Path, Sequence[RankLog]]) -> OtherNodes | None:
-        """Return an answer once; None if there is no new one. Ask again if that is due.
+    def take_answer_and_ask_again(
+        self, runs: Mapping[Path, Sequence[RankLog]]
+    ) -> OtherNodes | None:
+        """Return an answer that was not returned before, else None. Ask again, in a thread, if
+        the pause is over.
 
         Args:
             runs: the logs of the job and of other worlds here, by folder.
@@ -136,7 +139,7 @@ class _Job:
         self.observer = Observer(_OBSERVED_S)
         self.elsewhere = _Elsewhere(folder, meet)
         self.other_worlds = OtherWorlds(newest=_NEWEST)
-        self.of_all_nodes: JobStatus | None = None
+        self.status_of_all_nodes: JobStatus | None = None
         self._answered_at = 0.0  # time.monotonic()
 
     def read(self) -> JobStatus:
@@ -151,13 +154,15 @@ class _Job:
         logs = read_logs(self.roster.current(), seen, newest=_NEWEST)[0]
         others = self.other_worlds.logs(logs, [self.folder])
         if has_other_nodes(logs) or identities(logs):
-            answer = self.elsewhere.take({self.folder: logs, **others})
+            answer = self.elsewhere.take_answer_and_ask_again({self.folder: logs, **others})
             if answer is not None:
+                # An empty answer: no other node is there any more, so this node is shown alone.
                 is_empty = not (answer.logs or answer.lines or answer.worlds)
                 found = None if is_empty else self._status(answer.join(logs), others, answer)
-                self.of_all_nodes, self._answered_at = found, time.monotonic()
-            if self.of_all_nodes is not None and time.monotonic() < self._answered_at + _STALE_S:
-                return self.of_all_nodes
+                self.status_of_all_nodes, self._answered_at = found, time.monotonic()
+            is_fresh = time.monotonic() < self._answered_at + _STALE_S
+            if self.status_of_all_nodes is not None and is_fresh:
+                return self.status_of_all_nodes
         return self._status(logs, others, OtherNodes())
 
     def _status(
@@ -166,6 +171,9 @@ class _Job:
         others: Mapping[Path, Sequence[RankLog]],
         elsewhere: OtherNodes,
     ) -> JobStatus:
+        """Return the status of the ranks in ``logs``: of this node, or of all nodes. Of
+        ``elsewhere``, only the worlds there and the sentences about other nodes are added.
+        """
         from commlens.diagnosis.views.status import status_of
         from commlens.dumps.save import dump_name
         from commlens.watch.asked_worlds import join_everywhere
@@ -214,7 +222,7 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
     stack: list[str] = []
     if view.stack and rows:
         chosen = set(rows[view.chosen].ranks)
-        logs = [log for log in status.logs if log.rank in chosen]
+        logs = [each for each in status.logs if each.rank in chosen]
         for each in merge_stacks(logs):
             stack += class_lines(each)
     headings, lines = add_hosts(status, rows, HEADINGS, [cells(row, narrow=narrow) for row in rows])

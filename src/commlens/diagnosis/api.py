@@ -95,6 +95,7 @@ def examine_paths(
             observed=observed or {},
         )
         verdict = examined.verdict
+        # A log may hold no record and still tell the fault.
         if not examined.job.views and not verdict.looked_at and not verdict.is_fault:
             raise EvidenceError(_nothing_readable(files.paths, verdict.missing_evidence))
         return examined
@@ -115,8 +116,8 @@ def examine_paths(
 
 
 def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | None:
-    """Return the verdict on tensors that differ which was saved beside these black boxes, since
-    they hold no tensors.
+    """Return the verdict "diverged" that was saved in the folder of these black boxes, if there is
+    one: black boxes hold no tensors, so it cannot be found again in them.
     """
     folders = {log.source.rpartition("/")[0] for log in logs}
     beside = (each for each in reports if each.name.rpartition("/")[0] in folders)
@@ -139,10 +140,11 @@ def _read_foreign_dumps(
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
 ) -> _ForeignDumps | None:
-    """Read other tools' dumps, and add the black boxes if those are of fewer ranks.
+    """Read other tools' dumps, and add the black boxes of the other ranks. What cannot be read is
+    appended to ``problems``.
 
     Returns:
-        None if the black boxes cover more ranks, or if no dump is readable.
+        None if the dumps add fewer ranks than have black boxes, or if no dump is readable.
     """
     from commlens.dumps.parallel import import_numpy_single_threaded
 
@@ -157,10 +159,11 @@ def _read_foreign_dumps(
     )
     dumps = [interner.intern(dump) for dump in found]
     boxed = {log.rank for log in evidence.logs}
+    # A log that says nothing counts where there are only logs: it shows that the rank was there.
     if boxed or not all(dump.is_log for dump in dumps):
         dumps = [dump for dump in dumps if not dump.tells_nothing]
-    others = {dump.rank for dump in dumps} - boxed
-    if boxed and len(others) < len(boxed):
+    only_in_dumps = {dump.rank for dump in dumps} - boxed
+    if boxed and len(only_in_dumps) < len(boxed):
         if dumps:
             problems.append(
                 "There are black boxes and other tools' dumps; the verdict is made from the black"

@@ -31,14 +31,14 @@ class Rule(NamedTuple):
     name: str
     what: What
     fault: Fault
-    has_changed: Callable[[_HealthChange], bool]
+    is_sign: Callable[[_HealthChange], bool]
 
 
 class _HealthChange(NamedTuple):
     before: Value
     after: Value
     seconds: float  # between both
-    usual: float  # by how much it rose in a second, before
+    usual_per_s: float  # its rise in a second before that; 0: unknown, or it did not rise
 
     @property
     def rise(self) -> float:
@@ -53,11 +53,11 @@ _UNUSUAL: Final = 5.0
 
 
 def _rose(least: float) -> Callable[[_HealthChange], bool]:
-    def has_changed(change: _HealthChange) -> bool:
-        unusual = _UNUSUAL * change.usual * change.seconds
+    def is_sign(change: _HealthChange) -> bool:
+        unusual = _UNUSUAL * change.usual_per_s * change.seconds
         return change.rise >= least and change.rise > unusual
 
-    return has_changed
+    return is_sign
 
 
 def _rose_by_share(least: float) -> Callable[[_HealthChange], bool]:
@@ -69,6 +69,7 @@ def _rose_by_share(least: float) -> Callable[[_HealthChange], bool]:
 
 def _fell(change: _HealthChange) -> bool:
     known = isinstance(change.before, float) and isinstance(change.after, float)
+    # 0: not known, as the rate of a port that is down
     return known and 0 < change.after < change.before  # type: ignore[operator]
 
 
@@ -80,6 +81,7 @@ def _is_hot(value: Value) -> bool:
     return isinstance(value, float) and bool(int(value) & THERMAL_REASONS)
 
 
+# The least rises are chosen, not measured: what healthy nodes count now and then stays below them.
 RULES: Final = [
     Rule("infiniband", "state", "link-down", "network-down", _has_left(WORKING["infiniband"])),
     Rule("infiniband", "link_downed", "link-down", "network-down", _rose(1)),
@@ -153,7 +155,7 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
                 (after.taken_ns - before.taken_ns) / 1e9,
                 _usual(first, before, source, part, rule.name),
             )
-            if rule.has_changed(change):
+            if rule.is_sign(change):
                 found.append(
                     HealthEvent(
                         what=rule.what,

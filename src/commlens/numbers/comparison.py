@@ -1,5 +1,8 @@
 """Compare the ranks' reports on their tensors, check by check: a pure function of the reports so
 far.
+
+A *part* is what one set of ranks reported of the tensors with one relation (``Relation`` in
+:mod:`commlens.model.numbers`), such as all parameters that must be equal on ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -64,9 +67,12 @@ EVERY_OP: Final = "every-op"
 BATCH: Final = "batch"
 """The source of a check of the inputs of a model."""
 
+_TRAINING: Final = "parameter"
+"""Labels the differences of all that an optimizer's step depends on."""
+
 _HISTORY: Final = 20  # checks
 _AGREED_CHANGES: Final = 2  # after which tensors that agree count as replicas
-_NEVER: Final = -(1 << 30)  # changes: they differed
+_NEVER: Final = -(1 << 30)  # in place of a number of changes: the tensor differed, and never counts
 _WHY: Final[Mapping[TensorKind, Why]] = {
     "collective-output": "collective-output",
     "hyperparameter": "optimizer-state",
@@ -86,7 +92,7 @@ class Learned(NamedTuple):
     """A tensor that agreed on all ranks at the last check."""
 
     digest: int
-    changes: int  # in which it agreed
+    changes: int  # after which it agreed again
     step: int
 
 
@@ -118,7 +124,7 @@ class TensorComparison:
         Args:
             check: the check.
             reports: of the ranks.
-            parts: the tables of these reports.
+            parts: the tables in these reports, one part for each set of ranks and relation.
         """
         if check.source == EVERY_OP:
             return self._divergence(check, reports, parts)
@@ -149,11 +155,14 @@ class TensorComparison:
         equal: Sequence[RelatedTables],
         parts: Sequence[RelatedTables],
     ) -> list[Diverged]:
-        untold = [part for part in parts if part.relation in ("presumed", "learned")]
-        untold = [part for part in untold if not must_be_equal(part, check)]
+        not_declared = [
+            part
+            for part in parts
+            if part.relation in ("presumed", "learned") and not must_be_equal(part, check)
+        ]
         differences = [
             *find_differences(equal, check.tolerance),
-            *self._new_differences(check, untold),
+            *self._new_differences(check, not_declared),
         ]
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
         counted = [each for each in differences if each.key[0] != "rng" or each.learned]
@@ -176,7 +185,7 @@ class TensorComparison:
         trained = _of_kinds(differences, TRAINED)
         ranks = sorted(reports) if own else all_ranks([*trained, *([order] if order else [])])
         found: list[Diverged] = []
-        if self._is_new_of_training(check, ranks, order):
+        if self._note_training(check, ranks, order):
             found.append(self._diverged(check, ranks, trained, order, own, of_rng, parts, equal))
         learned = [each for each in of_rng if each.learned]
         for kind, label in (("buffer", "buffer"), ("value", check.source), ("rng", "rng")):
@@ -184,29 +193,29 @@ class TensorComparison:
             if kind == "rng":  # random numbers count if nothing else differs
                 some = [] if found else learned
             ranks = all_ranks(some)
-            if ranks and not self._is_known(label, ranks, check):
+            if ranks and self._note(label, ranks, check):
                 found.append(self._diverged(check, ranks, some, None, [], of_rng, parts, equal))
         return found
 
-    def _is_new_of_training(
+    def _note_training(
         self, check: CheckId, ranks: Sequence[int], order: Difference | None
     ) -> bool:
-        """Return whether the differences of trained tensors were not found before; note them."""
-        label = TRAINED[-1]
+        """Note that trained tensors differ, and return whether that is new."""
+        label = _TRAINING
         if order is not None and order.key[0] == "module":
-            self._is_known(label, ranks, check)  # what differs besides is a consequence
+            self._note(_TRAINING, ranks, check)  # what differs besides is a consequence
             label = "module"
-        return bool(ranks) and not self._is_known(label, ranks, check)
+        return bool(ranks) and self._note(label, ranks, check)
 
-    def _is_known(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
-        """Return whether a difference on these ranks was found before, and remember it. A check
-        whose answer the ranks wait for reports it again.
+    def _note(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
+        """Note a difference, and return whether it is to be reported: none with this label was
+        found on any of these ranks before, or the ranks wait for the answer of this check.
         """
-        known = any(
+        is_known = any(
             each == label and not set(ranks).isdisjoint(before) for each, before in self._found
         )
         self._found.add((label, tuple(ranks)))
-        return known and not check.wait_s
+        return not is_known or bool(check.wait_s)
 
     def _diverged(
         self,
@@ -260,8 +269,9 @@ class TensorComparison:
         )
 
     def _stale(self, check: CheckId, roots: Sequence[Difference]) -> list[int]:
-        """Return the ranks whose tensors are those of the last check, if the other ranks' are
-        not.
+        """Return the ranks that did not take the last step: each differing tensor has exactly two
+        values, the one on which all ranks agreed last, which these fewer ranks still have, and a
+        new one. Empty if any tensor tells otherwise.
         """
         stale: set[int] = set()
         for root in roots:
@@ -300,12 +310,15 @@ class TensorComparison:
                 continue
             for key, measures in part.by_key().items():
                 if len(measures) == len(part.ranks):
-                    found += self._compare_untold(check, part, key, measures)
+                    found += self._compare_not_declared(check, part, key, measures)
         return found
 
-    def _compare_untold(
+    def _compare_not_declared(
         self, check: CheckId, part: RelatedTables, key: Key, measures: Mapping[int, Measure]
     ) -> list[Difference]:
+        """Return the difference of a tensor that counts as a replica because it has agreed so far,
+        and remember whether it agrees now.
+        """
         at = check.subject, part.ranks, key
         first, *others = measures.values()
         before = self._learned.get(at)
@@ -340,11 +353,11 @@ class TensorComparison:
             sides = equal_sides(part)
             is_batch = check.source == BATCH
             if is_batch:
-                sides = self._read_twice(part, sides)
+                sides = self._same_batch_again(part, sides)
             if not sides:
                 continue
             ranks = sorted(rank for side in sides for rank in side)
-            if self._is_known("batch" if is_batch else check.source, ranks, check):
+            if not self._note("batch" if is_batch else check.source, ranks, check):
                 continue
             key: Key = next(iter(part.by_key()))
             found.append(
@@ -367,13 +380,13 @@ class TensorComparison:
             )
         return found
 
-    def _read_twice(
+    def _same_batch_again(
         self, part: RelatedTables, sides: Sequence[dict[int, Measure]]
     ) -> list[dict[int, Measure]]:
-        """Return the ranks that had the same batch at the check before, too, and then another one.
-        A program that always computes the same batch is a benchmark.
+        """Return the sides whose ranks shared a batch at the last check, and share a new one now. A
+        program whose batch is always the same is a benchmark.
         """
-        last = self._batches.get(part.ranks, {})
+        last = self._batches.get(part.ranks, {})  # a rank without a batch then shared none
         self._batches[part.ranks] = {rank: digest_of(part, rank) for rank in part.tables}
         return [
             side
@@ -395,10 +408,10 @@ class TensorComparison:
                 self.other_ops = check.number, ran
             return []
         ranks = sorted(rank for side in found.sides for rank in side)
-        if self._is_known(EVERY_OP, ranks, check):
+        if not self._note(EVERY_OP, ranks, check):
             return []
-        for label in ("parameter", "buffer"):
-            self._is_known(label, ranks, check)  # what differs from now on is a consequence
+        for label in (_TRAINING, "buffer"):
+            self._note(label, ranks, check)  # what differs from now on is a consequence
         return [
             _cause_of_divergence(check, found, ranks, sum(len(log.runs) for log in logs.values()))
         ]
@@ -412,7 +425,7 @@ class TensorComparison:
         if not having:
             self._without_nan[check.subject] = check.number
             return []
-        if self._is_known("nan", sorted(reports), check):
+        if not self._note("nan", sorted(reports), check):
             return []
         first = next(iter(having.values()))[0]
         key = first.key
@@ -422,7 +435,7 @@ class TensorComparison:
         everywhere = len(having) == len(reports)
         culprits = [] if everywhere else sorted(having)
         doubt: DivergedDoubt = "on-all" if everywhere else "first-unseen"
-        self._is_known("parameter", sorted(reports), check)  # what differs now is a consequence
+        self._note(_TRAINING, sorted(reports), check)  # what differs now is a consequence
         return [
             Diverged(
                 kind="diverged",

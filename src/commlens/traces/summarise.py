@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from commlens.model.collective import ProcessGroup
 from commlens.model.grouping import grouped, natural
+from commlens.model.hazard import Hazard
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
@@ -66,9 +67,11 @@ def summarise(
 
 
 def _hazards(data: TraceData) -> list[str]:
-    """Return a sentence for each pair of lines."""
-    by_lines = {hazard.lines: hazard for hazard in reversed(data.hazards)}
-    return [f"{hazard_phrase(hazard)}." for hazard in reversed(by_lines.values())]
+    """Return a sentence for each pair of lines: on its first hazard."""
+    by_lines: dict[Hashable, Hazard] = {}
+    for hazard in data.hazards:
+        by_lines.setdefault(hazard.lines, hazard)
+    return [f"{hazard_phrase(hazard)}." for hazard in by_lines.values()]
 
 
 class _Amount(NamedTuple):
@@ -88,7 +91,7 @@ def _amount(events: Iterable[TraceEvent]) -> _Amount:
 
 
 def _bytes_known(data: TraceData, whole: _Amount) -> bool:
-    """Tell whether the trace says how many bytes its collectives carry, be it none."""
+    """Return whether the trace says how many bytes its collectives carry. Barriers carry none."""
     none_has_sizes = whole.calls and not whole.wire_bytes
     return not none_has_sizes or any(each.dtype or each.op in BARRIERS for each in data.events)
 
@@ -157,7 +160,7 @@ def _totals_by(
         row.calls += event.count
         row.wire_bytes += event.wire_bytes * event.count
         _add_time(row, time_of(data, event))
-        if row.group_size != len(group.ranks):
+        if row.group_size != len(group.ranks):  # groups of several sizes share the row
             row.group_size = 0
     return sorted(rows.values(), key=lambda row: (-row.wire_bytes, -row.calls, row.name))
 
@@ -189,28 +192,29 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     at_site = grouped((event.site, event) for event in data.events if event.site is not None)
     called = {module.path for module in data.modules}
     shared = {module.path: module.other_paths for module in data.modules if module.other_paths}
-    places = _call_order(data)
-    inside: dict[str, list[TraceEvent]] = defaultdict(list)
+    order = _call_order(data)
+    events_inside: dict[str, list[TraceEvent]] = defaultdict(list)
     for site, events in at_site.items():
         for path in wording.prefixes(site):
+            # a container that is never called, such as a ModuleList, gets no row
             if path in called or path == site or "." not in path:
-                inside[path] += events
-    names = folded(inside)
+                events_inside[path] += events
+    names = folded(events_inside)
     rows: dict[str, ModuleTotal] = {}
     first: dict[str, str] = {}  # a row's name -> the path of its module that was called first
-    for path in sorted(inside, key=lambda path: _sort_key(path, places)):
+    for path in sorted(events_inside, key=lambda path: _sort_key(path, order)):
         name = names[path]
         row = rows.setdefault(name, ModuleTotal(name, modules=0))
         first.setdefault(name, path)
         row.modules += 1
-        if path.rpartition(".")[0] not in shared:
+        if path.rpartition(".")[0] not in shared:  # else the parent's row names the other paths
             row.other_paths.extend(shared.get(path, ()))
-        own, inclusive = _amount(at_site.get(path, ())), _amount(inside[path])
+        own, inclusive = _amount(at_site.get(path, ())), _amount(events_inside[path])
         row.own_calls += own.calls
         row.own_bytes += own.wire_bytes
         row.calls += inclusive.calls
         row.wire_bytes += inclusive.wire_bytes
-        for event in inside[path]:
+        for event in events_inside[path]:
             _add_time(row, time_of(data, event))
     return _in_tree(rows, first, names)
 

@@ -1,4 +1,6 @@
-"""The activities of this node's ranks, seen from outside of their processes. No torch."""
+"""The activities of this node's ranks, seen from outside of their processes, for the error that a
+verification raises. No torch.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def whereabouts(folder: Path, pids: Mapping[int, int], *, watch: bool = True) ->
     Args:
         folder: the job's folder of black boxes.
         pids: the ranks' processes.
-        watch: whether there is time to watch a rank that runs no Python code. Else it is unknown
-            why.
+        watch: whether to watch ranks that run no Python code, for a second of the time in which
+            they could; if not, their activity stays unknown.
     """
     found = {
         rank: "is stopped by a signal" if job_dirs.stat_fields(pid)[0] in "Tt" else ""
@@ -62,8 +64,8 @@ def _line(log: RankLog) -> str:
 
 
 def _watch(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Watch ranks without heartbeats, as a watcher does: only of a rank that could run and does
-    not, another thread holds the GIL.
+    """Watch ranks without heartbeats, and return the activity of each. A rank that gets a core and
+    still runs no Python code waits for the GIL; one that gets no core proves nothing.
     """
     observer, clock = Observer(use_py_spy=False), ReadyClock()
     clock.watch(pids.values())
@@ -73,19 +75,18 @@ def _watch(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
         logs = {rank: log for rank in pids if (log := _log(folder, rank, pids)) is not None}
         now = time.monotonic_ns()
         for rank, log in logs.items():
-            observer.sample(pids[rank], Pulse(heartbeat_ns=now - int(_silent_s(log) * 1e9)))
+            heartbeat = now - int(_silent_s(log) * 1e9)  # on the clock of this process
+            observer.sample(pids[rank], Pulse(heartbeat_ns=heartbeat))
         silent = [pids[rank] for rank, log in logs.items() if _silent_s(log) > SILENT_S]
         if not silent or clock.is_over(_WATCHED_NS, silent):
             break
         time.sleep(_SAMPLE_EVERY_S)
-    return {
-        rank: _line(log)
-        if pids[rank] not in silent
-        else f"has run no Python code for {_silent_s(log):.0f} s (is the GIL held?)"
-        if observer.observe(pids[rank]).holds_gil
-        else ""
-        for rank, log in logs.items()
-    }
+    found = {rank: _line(log) for rank, log in logs.items() if pids[rank] not in silent}
+    for rank in logs.keys() - found:
+        silent_s = _silent_s(logs[rank])
+        held = f"has run no Python code for {silent_s:.0f} s (is the GIL held?)"
+        found[rank] = held if observer.observe(pids[rank]).holds_gil else ""
+    return found
 
 
 def waits_in_store(folder: Path, rank: int, pid: int) -> bool:

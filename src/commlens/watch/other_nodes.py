@@ -110,7 +110,7 @@ def _meeting(folders: Sequence[Path]) -> tuple[Store | None, list[int]]:
     """Return the store in which the nodes of a job meet, if it has several, and the ranks here."""
     with contextlib.closing(Roster(folders)) as roster:
         roster.refresh()
-        roster.poll()
+        roster.read_headers()
         members = roster.current()
         stores = [place for place in places(members, None) if isinstance(place, Store)]
         return next(iter(stores), None), [member.rank for member in members]

@@ -169,7 +169,7 @@ class OtherWorlds:
         seen: dict[int, Observation] = {}
         if self._observed_s is None:
             roster.refresh()
-            roster.poll()
+            roster.read_headers()
         else:
             seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
         return read_logs(roster.current(), seen, newest=self._newest)[0]

@@ -87,8 +87,8 @@ class Member:
 
     @property
     def said_goodbye(self) -> bool | None:
-        """Whether its box says that it closed or left its last group (True), or an uncaught
-        exception (False); None if neither.
+        """True if its box was closed or its last group destroyed, False if its box says that an
+        uncaught exception ended it; None if neither.
         """
         if self.status is None:
             return None
@@ -140,7 +140,8 @@ class Roster:
     generation if all others had ended before.
     """
 
-    folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
+    # of the job's boxes; several where a rank takes the first in which it can write
+    folders: Sequence[Path]
     workers: Workers | None = None
     early: EarlyHandles | None = None  # handles opened before this roster existed
     members: list[Member] = field(default_factory=list)
@@ -198,7 +199,7 @@ class Roster:
             member = known or Member.of(status, self._handle_of(status, here=here), here=here)
             member.box, member.status = box, status
             if known is None:
-                new.append(self._adopt(member))
+                new.append(self._add(member))
         self._seen[folder] = changed
         return new
 
@@ -215,14 +216,14 @@ class Roster:
         new: list[Member] = []
         for worker in self.workers():
             if self.find(worker.pid, worker.start_ticks) is None:
-                new.append(self.adopt(worker))
+                new.append(self.add_worker(worker))
         return new
 
-    def adopt(self, worker: RankProcess) -> Member:
+    def add_worker(self, worker: RankProcess) -> Member:
         """Add a process that has no box, or none yet."""
         member = Member.of(worker, process.Handle(worker.pid, worker.start_ticks))
         member.local_size = worker.local_size
-        return self._adopt(member)
+        return self._add(member)
 
     def find(self, pid: int, start_ticks: int) -> Member | None:
         """Return the process of this node with this pid and start time; 0 means that the start is
@@ -239,7 +240,7 @@ class Roster:
             None,
         )
 
-    def _adopt(self, member: Member) -> Member:
+    def _add(self, member: Member) -> Member:
         member.generation = self._generation_of(member)
         return self._append(member)
 
@@ -250,7 +251,7 @@ class Roster:
             self._poll.register(member.handle.fileno, select.POLLIN)
         return member
 
-    def adopt_ended(self, worker: RankProcess, ending: process.ProcessEnding) -> Member:
+    def add_ended_worker(self, worker: RankProcess, ending: process.ProcessEnding) -> Member:
         """Add a process of the newest generation that ended before it was seen."""
         member = Member.of(worker, process.Handle.invisible(worker.pid))
         member.ending, member.ended_ns, member.generation = ending, time.time_ns(), self.generation
@@ -262,6 +263,12 @@ class Roster:
         return max((member.generation for member in self.members), default=0)
 
     def _generation_of(self, new: Member) -> int:
+        """Return the generation of a new process.
+
+        If torchelastic's count of restarts differs from that of the newest generation, it tells:
+        the next one, or the one before for a late process. With the same count it is the newest
+        generation, unless all of that one had ended when the process started.
+        """
         known = [member for member in self.members if member.generation == self.generation]
         if not known:
             return self.generation
@@ -296,7 +303,7 @@ class Roster:
             self._current = [newest[rank] for rank in sorted(newest)]
         return self._current
 
-    def poll(self) -> None:
+    def read_headers(self) -> None:
         """Read the header of every living member's box."""
         for member in self.current():
             if member.box is None or not member.alive:

@@ -145,7 +145,7 @@ def observe(
     end = time.monotonic() + window_s
     while True:
         roster.wait(0)
-        roster.poll()
+        roster.read_headers()
         for member in roster.take_ended():
             observer.ended(member.pid, member.ending or ProcessEnding(), clean=member.said_goodbye)
         sample(roster.current(), observer)

@@ -66,7 +66,7 @@ class Strangers:
             else []
         )
         for worker in found:
-            self._roster.adopt(worker)
+            self._roster.add_worker(worker)
             self._observer.add(worker.pid, worker.start_ticks)
         return bool(found)
 

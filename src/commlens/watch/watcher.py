@@ -291,7 +291,7 @@ class Watcher:
         self._health.add(new)
         if new and self._roster.generation > self._generation:
             self._begin_generation_anew()
-        self._roster.poll()
+        self._roster.read_headers()
         self._add_ended()
         self._meet_nodes()
         self._meet_worlds()
@@ -325,7 +325,7 @@ class Watcher:
         ]
         with self._roster.former_generation():
             signals = self._roster.wait(0)
-            self._roster.poll()
+            self._roster.read_headers()
             self._add_ended()
             self._close_generation()
         if self.reporter.verdict is not None and self.reporter.verdict.is_fault:
@@ -728,7 +728,7 @@ class Watcher:
         """All ranks have ended: report what is left, and remove the boxes from shared memory."""
         add_new_members(self._roster, self._observer)
         self._on_signals(self._roster.wait(0))  # before its ranks' ends: the signal explains them
-        self._roster.poll()
+        self._roster.read_headers()
         self._add_ended()
         self._add_unseen_failures()
         members = self._roster.current()
@@ -761,7 +761,9 @@ class Watcher:
                 if member.ending == process.ProcessEnding():
                     member.ending = ending
                 continue
-            member = self._roster.adopt_ended(RankProcess(rank, pid, 0, restart=restart), ending)
+            member = self._roster.add_ended_worker(
+                RankProcess(rank, pid, 0, restart=restart), ending
+            )
             self._observer.add(pid, 0)
             self._observer.ended(pid, ending)
             self._deaths.first = self._deaths.first or member

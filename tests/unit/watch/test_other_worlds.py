@@ -42,7 +42,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, st
         def refresh(self) -> None:
             done.append(("refresh", self.job, 0.0))
 
-        def poll(self) -> None:
+        def read_headers(self) -> None:
             done.append(("poll", self.job, 0.0))
 
         def current(self) -> str:

@@ -490,7 +490,7 @@ def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> Non
     job.watch(stall_timeout=30)
     assert job.watcher is not None
     eventually(lambda: job.watcher is not None and len(job.watcher._roster.current()) == 1)
-    job.watcher._roster.adopt(RankProcess(1, os.getpid(), 0, 2))
+    job.watcher._roster.add_worker(RankProcess(1, os.getpid(), 0, 2))
     job.watcher._observer.add(os.getpid(), 0)
     job.ranks[0].end()
     eventually(job.ended)

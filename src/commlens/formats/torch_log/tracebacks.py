@@ -58,7 +58,8 @@ _CAUSE_MAX: Final = 500  # characters of an exception that caused another one
 class _Traceback:
     """A traceback that is being read."""
 
-    # " (RANK 3)": of that rank, inside the exception of the rank that prints it
+    # " (RANK 3)" if a rank prints another rank's traceback inside its own exception, as torch's
+    # CheckpointException does; else ""
     inner_rank_text: str
     frames: list[FrameLine] = field(default_factory=list)  # outermost first
 
@@ -81,8 +82,9 @@ class Tracebacks:
         self._reading: dict[int, _Traceback] = {}  # by rank
         self._chained: set[int] = set()  # ranks whose last exception caused the next one
         self._awaited: dict[int, _AwaitedError] = {}  # by rank
-        # The next traceback without a rank is of this one, with its lines indented: after a line of
-        # spawn(), or in torchrun's list.
+        # The rank of the next traceback whose lines name none, and the indent of these lines: set
+        # by "-- Process 1 terminated with the following error:" of spawn(), and in torchrun's list
+        # by "  traceback : Traceback (most recent call last):". -1: they are of no known rank.
         self._next_rank = -1
         self._indent = ""
 
@@ -91,17 +93,18 @@ class Tracebacks:
         """Whether every line matters: a traceback is being read, or a last error may follow."""
         return bool(self._reading or self._awaited)
 
-    def spawned_in(self, text: str) -> int | None:
-        """Return the process whose traceback torch.multiprocessing.spawn prints after this line;
-        None if it is another line.
+    def note_spawn_line(self, text: str) -> int | None:
+        """Note that the next traceback is of the process that this line of
+        torch.multiprocessing.spawn names, and return that process; None if it is another line.
         """
         if (found := _SPAWNED.search(text)) is None:
             return None
         self._next_rank = int(found[1])
         return self._next_rank
 
-    def assign(self, rank: int, text: str, last_worker: int) -> tuple[int, str]:
-        """Return the rank of a line, and the line without the indent of torchrun's list.
+    def rank_and_text(self, rank: int, text: str, last_worker: int) -> tuple[int, str]:
+        """Return the rank of a line, and the line without the indent of torchrun's list. A line
+        that begins a traceback in that list makes the ``last_worker`` the rank of the next lines.
 
         Args:
             rank: -1 if the line names none.
@@ -115,7 +118,9 @@ class Tracebacks:
         return rank, text
 
     def add_line(self, rank: int, about: RankLines, text: str) -> None:
-        """Parse a line of Python's."""
+        """Parse a line that may be of a traceback: its first line, a frame, the exception after the
+        frames, or the words between two chained exceptions.
+        """
         if "Traceback (most recent call last):" in text:
             inner = _OF_RANK.search(text) if about.columns.exception else None
             self._reading[rank] = _Traceback(f" {inner[0]}" if inner is not None else "")
@@ -159,7 +164,9 @@ class Tracebacks:
             self._awaited[rank] = _AwaitedError(about)
 
     def add_last_error(self, rank: int, text: str) -> None:
-        """Add a library's last error to the exception before it: it says what happened."""
+        """Add a library's last error to the exception before it: it says what happened. A line
+        without a rank (-1) is taken for the newest exception that may have one.
+        """
         if not self._awaited:
             return
         of = rank if rank in self._awaited else next(reversed(self._awaited))
@@ -167,7 +174,7 @@ class Tracebacks:
             return
         awaited = self._awaited[of]
         header = None if awaited.header_seen else _LAST_ERROR.match(text)
-        if awaited.header_seen:
+        if awaited.header_seen:  # the line after the header is the error, whatever it says
             error = text.strip()
         else:
             error = (header["nccl"] or header["hccl"] or "").strip() if header else ""

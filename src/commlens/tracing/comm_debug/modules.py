@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -86,7 +86,8 @@ class ModuleView:
     def __init__(self) -> None:
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
-        self._hooked: Any = None  # the module whose backward hook is running
+        # the module whose backward hook is running: its thread is in no module's forward
+        self._hooked: Any = None
         self.user_hooks = UserHooks(self._run_backward_hook)
 
     def follow(self, tracer: Tracer, modules: SeenModules) -> None:
@@ -134,8 +135,8 @@ class ModuleView:
         pre_bw_hook: Hook | None = None,
         post_bw_hook: Hook | None = None,
     ) -> None:
-        """Call hooks before and after the forward and backward of every module, in the contexts
-        entered from now on.
+        """Call hooks before and after the forward and backward of every module, in the open
+        context, if there is one, and in later ones.
 
         They get the module and its inputs; inputs and outputs; the gradients of its outputs; the
         gradients of its inputs.
@@ -248,10 +249,12 @@ class UserHooks:
     open.
     """
 
-    def __init__(self, tell: Callable[[Hook, Any, Any], None]) -> None:
-        """Prepare. ``tell(hook, module, arguments)`` calls a hook of a backward pass."""
+    def __init__(self, call_backward_hook: Callable[[Hook, Any, Any], None]) -> None:
+        """Prepare. ``call_backward_hook(hook, module, gradients)`` calls a hook of a backward
+        pass.
+        """
         self._hooks: dict[str, Hook] = {}
-        self._tell = tell
+        self._call_backward_hook = call_backward_hook
         self._handles: list[Any] = []
         self._is_open = False
 
@@ -298,19 +301,25 @@ class UserHooks:
             self._hooks["post_fw_hook"](module, inputs, outputs)
         self._on_gradients("pre_bw_hook", module, outputs, "any")
 
-    def _on_gradients(self, name: str, module: Any, tensors: Any, mode: Any) -> None:
+    def _on_gradients(
+        self, name: str, module: Any, tensors: Any, mode: Literal["all", "any"]
+    ) -> None:
         needing = [
             each
             for each in tree_leaves(tensors)
             if isinstance(each, torch.Tensor) and each.requires_grad
         ]
-        if name not in self._hooks or not needing or torch._C._current_graph_task_id() != -1:
+        if name not in self._hooks or not needing:
             return
+        if torch._C._current_graph_task_id() != -1:
+            return  # a forward inside a backward is recomputed: its first call has added the hooks
         reference = weakref.ref(module)
 
         def backward(*gradients: Any) -> None:
             hook = self._hooks.get(name)
             if hook is not None and self._handles:
-                self._tell(hook, reference(), gradients[0] if mode == "all" else gradients)
+                # torch passes a list of all gradients, or the first one: hooks get several
+                several = gradients[0] if mode == "all" else gradients
+                self._call_backward_hook(hook, reference(), several)
 
         register_multi_grad_hook(needing, backward, mode=mode)

@@ -29,7 +29,9 @@ from commlens.text import exit_phrase
 TIMEOUT_S: Final = 30.0
 """A command that takes longer is killed."""
 
+# "package.module:function"; any other text is a command for the shell
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+# a program that calls that function with the alert, which it reads from its standard input
 _CALL: Final = (
     "import functools, importlib, json, sys; module, _, name = sys.argv[1].partition(':');"
     " functools.reduce(getattr, name.split('.'),"
@@ -134,7 +136,7 @@ class Alerts:
                 return
             finally:
                 self._processes.remove(process)
-                _kill(process)
+                _kill(process)  # a command that has ended may have left others in the background
             if process.returncode:
                 errors.seek(0)
                 last = (

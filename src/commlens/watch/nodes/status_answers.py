@@ -20,24 +20,24 @@ from commlens.watch.nodes.states import States
 
 log = logging.getLogger("commlens")
 
-_KEPT: Final = 8  # of the newest questions
-_TRIES: Final = 8  # a question is stored just after it is counted
+_KEPT: Final = 8  # of the newest requests
+_TRIES: Final = 8  # calls of see() for a counted request, which a command stores just after
 
 
 class StatusAnswer(msgspec.Struct, frozen=True):
     """A node's answer."""
 
-    number: int  # of the newest look that it answers
+    number: int  # of the newest request that it answers
     evidence: bytes
 
 
 def store_request(client: Client, request: Request) -> None:
-    """Store what a command asks; it is sent with the next request to the store."""
+    """Store a command's request; the client sends it with its next call."""
     client.set(key("ask", request.number % _KEPT), msgspec.msgpack.encode(request))
 
 
 def _read_requests(client: Client, numbers: range) -> list[Request]:
-    """Return what is asked by these numbers, as far as it is stored."""
+    """Return the requests with these numbers, as far as they are stored."""
     found: list[Request] = []
     for value in stored(client, "ask", [number % _KEPT for number in numbers]).values():
         with contextlib.suppress(msgspec.DecodeError):
@@ -46,7 +46,8 @@ def _read_requests(client: Client, numbers: range) -> list[Request]:
 
 
 class StatusAnswers:
-    """Takes and keeps this node's answers to ``commlens status``.
+    """Takes and keeps this node's answers to ``commlens status``. The exchange of nodes calls
+    :meth:`see`, then :meth:`store`, in each of its rounds.
 
     Args:
         take: returns this node's evidence, packed, with so many of the newest records of each rank;
@@ -64,9 +65,10 @@ class StatusAnswers:
         self._take = take
         self._take_states = take_states
         self._ready = ready
-        # of the last look that was seen; -1: none yet, those before are answered by nobody
+        # of the newest request that was seen. -1 until the first call: requests from before this
+        # watcher began are not answered
         self._number = -1
-        self._tries = 0  # to read the next one
+        self._tries = 0  # to read the next request
         self._thread: threading.Thread | None = None
         self._answer: StatusAnswer | None = None
         self._collecting: Collecting | None = None  # from the nodes below in the tree
@@ -81,9 +83,9 @@ class StatusAnswers:
 
         Args:
             client: of the meeting place.
-            counter: the counter of nodes.
+            counter: the counter of the meeting place: nodes in its low 32 bits, requests above.
             slot: of this node.
-            period_s: between two looks of a node at the values of others.
+            period_s: between two rounds of a node's exchange.
         """
         number, before = counter // QUESTION, self._number
         if number == before or (self._thread is not None and self._thread.is_alive()):
@@ -104,7 +106,7 @@ class StatusAnswers:
                 self._collecting = Collecting(request, slot, began=began, period_s=period_s)
         if requests:
             self._thread = threading.Thread(
-                target=self._look, args=(requests,), name="commlens-look", daemon=True
+                target=self._answer_requests, args=(requests,), name="commlens-look", daemon=True
             )
             self._thread.start()
 
@@ -118,8 +120,10 @@ class StatusAnswers:
         if self._collecting is not None and not self._collecting.is_done:
             self._collecting.collect(client)
 
-    def _look(self, requests: Sequence[Request]) -> None:
-        """Answer: one answer with the most records is for all that asked for records."""
+    def _answer_requests(self, requests: Sequence[Request]) -> None:
+        """Take the evidence for these requests. All that ask for records get one answer, with as
+        many records as any of them asks for.
+        """
         for_records = [request for request in requests if request.tree is None]
         try:
             if self._collecting is not None and len(for_records) < len(requests):
