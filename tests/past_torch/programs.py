@@ -14,8 +14,10 @@ from pathlib import Path
 import ray  # noqa: F401 - the adapter asks it for the job
 import torch
 import torch.distributed as dist
-from deep_ep import Buffer
+from deep_ep import Buffer, ElasticBuffer
+from meeting import Meeting
 from ray.util.collective.collective_group.nccl_collective_group import BroadcastOptions, NCCLGroup
+from sglang.srt.distributed.device_communicators.custom_all_reduce_v2 import CustomAllReduceV2
 from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue as SglangQueue
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
@@ -24,11 +26,17 @@ RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STAY_S = float(os.environ.get("PAST_TORCH_STAY_S", "30"))
 ROWS = torch.ones(4, 16)
 CHOSEN = torch.zeros(4, 2, dtype=torch.int64)
+MARK = Meeting("mark", RANK, SIZE)
 
 
 def stay():
     """The place where the report's program hangs."""
     time.sleep(STAY_S)
+
+
+def mark():
+    """Note that the program goes on, where no stand-in does."""
+    MARK.arrive()
 
 
 def everyone(name="tp"):
@@ -199,6 +207,216 @@ def dead_shard():
         if RANK == 1 and step == 4:
             os.kill(os.getpid(), 9)
         group.broadcast([torch.ones(64)], BroadcastOptions())
+
+
+def drafter_skipped():
+    """An engine whose sequence is nearly as long as allowed skips the draft model, and its experts;
+    it is in the next step's agreement on the batch.
+    """
+    buffer, engines = Buffer(everyone("ep")), everyone("dp")
+    for step in range(6):
+        dist.all_reduce(torch.ones(SIZE), group=engines)
+        experts(buffer)
+        if RANK != 1 or step != 3:
+            experts(buffer)  # the draft model's
+
+
+def empty_step_left_out():
+    """An engine that has scheduled no token leaves out the agreement on the batch, and enters the
+    experts; the others are in the agreement.
+    """
+    buffer, engines = Buffer(everyone("ep")), everyone("dp")
+    for step in range(6):
+        if RANK != 1 or step != 4:
+            dist.all_reduce(torch.ones(SIZE), group=engines)
+        experts(buffer)
+
+
+def finishes_early():
+    """An engine has generated all of its tokens and exits; the others wait for it in the experts."""
+    buffer = Buffer(everyone("ep"))
+    for step in range(8):
+        if RANK == 1 and step == 5:
+            return
+        experts(buffer)
+
+
+def other_order():
+    """One rank calls dispatch before an all_gather of torch, the others after it."""
+    buffer, group = Buffer(everyone("ep")), everyone("indices")
+
+    def gather():
+        dist.all_gather([torch.ones(4) for _ in range(SIZE)], torch.ones(4), group=group)
+
+    for step in range(6):
+        first = RANK == 1 and step == 4
+        if not first:
+            gather()
+        buffer.low_latency_dispatch(ROWS, CHOSEN, 128, 8)
+        if first:
+            gather()
+
+
+def elastic_combine():
+    """All ranks are in DeepEP's combine, whose network has lost its messages."""
+    buffer = ElasticBuffer(everyone("ep"))
+    for step in range(6):
+        rows, _, _, handle, _ = buffer.dispatch(ROWS, CHOSEN)
+        if step == 4:
+            buffer._meeting.reached = lambda *_: False
+        buffer.combine(rows, handle)
+
+
+def still_initialising():
+    """An engine still registers its cache while the others capture their graphs with the experts."""
+    buffer = ElasticBuffer(everyone("ep"))
+    dist.barrier()
+    if RANK == 1:
+        stay()
+    buffer.dispatch(ROWS, CHOSEN)
+
+
+def prefetch_check_extra():
+    """A scheduler checks one prefetch more than the others, which are at the next request."""
+    requests, caches = everyone("requests"), everyone("caches")
+    for step in range(6):
+        mark()
+        dist.broadcast(torch.ones(1), 0, group=requests)
+        for _ in range(2 + (RANK == 1 and step == 4)):
+            dist.all_reduce(torch.ones(1), group=caches)
+
+
+def aborted_on_one_rank():
+    """By its own clock one rank aborts the only request, and runs no batch; the others run it."""
+    requests, group = everyone("requests"), everyone("tp")
+    kernel = CustomAllReduceV2(group, "cpu")
+    for step in range(6):
+        dist.broadcast(torch.ones(1), 0, group=requests)
+        if RANK != 1 or step != 4:
+            kernel.custom_all_reduce(torch.ones(64))
+
+
+def source_has_no_list():
+    """A scheduler dies at the length of None before it broadcasts; the others wait for it."""
+    group = everyone("attention")
+    for step in range(6):
+        mark()
+        if RANK == 1 and step == 4:
+            len(None)
+        dist.broadcast(torch.ones(1), 1, group=group)
+
+
+def two_streams():
+    """Two streams of each rank use one custom all-reduce at once: none of the kernels ends."""
+    kernel = CustomAllReduceV2(everyone(), "cpu")
+    for step in range(6):
+        if step == 4:
+            kernel._meeting.reached = lambda *_: False
+        kernel.custom_all_reduce(torch.ones(64))
+
+
+def memory_of_a_sub_group():
+    """A rendezvous of some ranks leaves counters behind with which that of all ranks hangs."""
+    import one_sided
+
+    memory = one_sided.install()
+    some = dist.new_group(list(range(SIZE - 1)))
+    if RANK < SIZE - 1:
+        memory.rendezvous(torch.ones(4), some).barrier()
+    dist.barrier()
+    one_sided.SymmetricMemory.never = True
+    memory.rendezvous(torch.ones(4), dist.group.WORLD)
+
+
+def freed_by_the_collector():
+    """The collector of one rank frees a symmetric tensor, which is a collective; the others go on."""
+    group, freed = everyone(), Meeting("free", RANK, SIZE)
+
+    class Symmetric:
+        def __del__(self):
+            freed.meet()
+
+    held = [Symmetric()]
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            held.clear()
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def first_allocation():
+    """The first symmetric allocation is a collective in the store: one rank allocates before an
+    all_reduce, the others after it.
+    """
+    group, store = everyone(), dist.distributed_c10d._get_default_store()
+
+    def allocate():
+        store.set(f"id{RANK}", "1")
+        for rank in range(SIZE):
+            store.get(f"id{rank}")
+
+    for step in range(6):
+        mark()
+        if RANK == 1 and step == 4:
+            allocate()
+        dist.all_reduce(torch.ones(4), group=group)
+    allocate()
+
+
+def signal_of_another_group():
+    """A wait takes the signal that another group has sent through the same slot, and the wait of that
+    group hangs.
+    """
+    import one_sided
+
+    memory = one_sided.install()
+    pair, world = dist.new_group([0, 1]), dist.group.WORLD
+    handles = [memory.rendezvous(torch.ones(4), world)]
+    if RANK < 2:
+        handles.append(memory.rendezvous(torch.ones(4), pair))
+    for _ in range(3):
+        handles[0].barrier()
+    if RANK == 0:
+        handles[1].put_signal(1)
+    if RANK == 1:
+        handles[0]._pairs["memory[0, 1]0to1"] = handles[1]._pair(0, 1, 1)
+        handles[0]._take = lambda source: None  # the signal of the pair
+        handles[0].wait_signal(0)
+        handles[1]._pair(0, 1, 1).reached = lambda *_: False
+        handles[1].wait_signal(0)
+    dist.barrier()
+
+
+def groups_in_other_order():
+    """One receiver takes the stripes of two senders' groups in another order than the others."""
+    groups = [NCCLGroup(SIZE, RANK, "stripe0"), NCCLGroup(SIZE, RANK, "stripe1")]
+    for step in range(6):
+        for group in groups[:: -1 if RANK == 1 and step == 4 else 1]:
+            group.broadcast([torch.ones(64)], BroadcastOptions())
+
+
+def driver_dies():
+    """The driver's rank is killed while the others are in the model's all_reduce."""
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    kernel = CustomAllreduce(everyone(), "cpu")
+    for step in range(8):
+        queue.broadcast_object(step)
+        if RANK == 0 and step == 5:
+            os.kill(os.getpid(), 9)
+        kernel.custom_all_reduce(torch.ones(64))
+
+
+def caught_in_the_worker():
+    """A worker logs the exception of its forward pass, and waits for its next message; the others
+    are in the model's all_reduce.
+    """
+    queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, 4)
+    kernel = CustomAllreduce(everyone(), "cpu")
+    for step in range(8):
+        queue.broadcast_object(step)
+        with contextlib.suppress(ValueError):
+            if RANK == 1 and step == 5:
+                raise ValueError("the logits are not numbers")
+            kernel.custom_all_reduce(torch.ones(64))
 
 
 # --- healthy programs: no word

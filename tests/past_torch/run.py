@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "site"))
+from meeting import last_arrival  # noqa: E402
+
 STALL_S = 5
 STAY_S = 22
 WAIT_S = 150
@@ -42,6 +45,23 @@ REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "first_ray_collective": ("verl#6967", (1,)),
     "trainer_never_broadcasts": ("prime-rl#3016", (0,)),
     "dead_shard": ("NeMo-RL#3591", (1,)),
+    "drafter_skipped": ("vllm#44185", (1,)),
+    "empty_step_left_out": ("vllm#43547", (1,)),
+    "finishes_early": ("vllm#18932", (1,)),
+    "other_order": ("DeepEP#496", (1,)),
+    "elastic_combine": ("torchtitan#3877", ()),
+    "still_initialising": ("vllm#55319", (1,)),
+    "prefetch_check_extra": ("sglang#30760", (1,)),
+    "aborted_on_one_rank": ("sglang#27221", (1,)),
+    "source_has_no_list": ("sglang#37590", (1,)),
+    "two_streams": ("sglang#31117", ()),
+    "memory_of_a_sub_group": ("pytorch#196082", ()),
+    "freed_by_the_collector": ("pytorch#195500", (1,)),
+    "first_allocation": ("pytorch#195501", (1,)),
+    "signal_of_another_group": ("pytorch#192581", ()),
+    "groups_in_other_order": ("verl#7262", (1,)),
+    "driver_dies": ("vllm#53157", (0,)),
+    "caught_in_the_worker": ("vllm#7145", (1,)),
 }
 """By program: the public report whose fault it has, as far as the report tells it, and the ranks at
 fault; none: nobody is to be named.
@@ -72,6 +92,7 @@ class Outcome(NamedTuple):
     culprits: list[int]
     summary: str
     output: str
+    seconds: float  # from the last call in the stand-ins to the verdict; 0 without one
 
 
 def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
@@ -100,10 +121,13 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
             environ = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "commlens", "run", str(HERE / "programs.py"), name]
             started.append(subprocess.Popen(command, env=environ, stdout=file, stderr=file))
+    seconds = 0.0
     try:
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end and any(one.poll() is None for one in started):
             time.sleep(0.2)
+            if not seconds and _verdicts(folder):
+                seconds = time.time() - last_arrival(folder)
             if name in REPORTS and _names_a_rank(folder):
                 break
     finally:
@@ -111,7 +135,7 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
             one.kill()
         for one in started:
             one.wait()
-    return judge(name, folder, output.read_text())
+    return judge(name, folder, output.read_text(), seconds)
 
 
 def _names_a_rank(folder: Path) -> bool:
@@ -122,17 +146,17 @@ def _verdicts(folder: Path) -> list[Path]:
     return sorted(folder.glob("dumps/*/verdict.json"), key=lambda file: file.stat().st_mtime)
 
 
-def judge(name: str, folder: Path, output: str) -> Outcome:
+def judge(name: str, folder: Path, output: str, seconds: float = 0.0) -> Outcome:
     """Compare the verdict that was saved with the fault."""
     verdicts = [json.loads(file.read_text()) for file in _verdicts(folder)]
     verdict = verdicts[-1] if verdicts else {"culprits": [], "summary": "no word"}
     culprits, summary = verdict["culprits"], verdict["summary"]
     if name in HEALTHY:
         is_quiet = not verdicts and "VERDICT" not in output
-        return Outcome(name, "right" if is_quiet else "wrong", culprits, summary, output)
+        return Outcome(name, "right" if is_quiet else "wrong", culprits, summary, output, seconds)
     wanted = list(REPORTS[name][1])
     said = "right" if culprits == wanted and verdicts else "wrong" if culprits else "undecided"
-    return Outcome(name, said, culprits, summary, output)
+    return Outcome(name, said, culprits, summary, output, seconds)
 
 
 def main() -> int:
@@ -148,7 +172,8 @@ def main() -> int:
         for job in jobs:
             each = job.result()
             counted["healthy" if each.name in HEALTHY else "reports"][each.said] += 1
-            print(f"{each.said:9} {each.name:28} {each.culprits} {each.summary}", flush=True)
+            told = f"{each.said:9} {each.seconds:4.1f} s {each.name:28}"
+            print(f"{told} {each.culprits} {each.summary}", flush=True)
     for kind, said in counted.items():
         print(f"{kind}: {dict(said)}")
     return any(said["wrong"] for said in counted.values())

@@ -78,7 +78,9 @@ GRAPH_REPLAY: Final = "graph_replay"
 These are not recorded one by one.
 """
 
-LIBRARIES: Final = frozenset({"symmetric memory", "ray", "deep_ep", "vllm", "sglang", "nvshmem4py"})
+LIBRARIES: Final = frozenset(
+    {"symmetric memory", "torch window", "ray", "deep_ep", "vllm", "sglang", "nvshmem4py"}
+)
 """The libraries whose calls past the dispatcher are recorded, each on channels of a device type
 with its name.
 """

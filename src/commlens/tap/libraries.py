@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import inspect
 import logging
 import sys
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from commlens.tap.call_arguments import reader_of
+from commlens.tap.call_arguments import reader_of, signature_of
 from commlens.tap.groups import numbers
 from commlens.tap.hand_made import Membership
 
@@ -63,6 +62,7 @@ class LibraryCall(NamedTuple):
     peer: int = -1
     is_numbered: bool = True  # the peers make the same calls in the same order
     waits: bool = False  # it returns once it is done; else it only enqueues it on a device
+    makes: bool = False  # it returns an object that communicates in this group
 
 
 Describe = Callable[[Any, Given], LibraryCall | None]
@@ -105,6 +105,11 @@ def of_process_group(process_group: Any, library: str) -> LibraryGroup:
     return group_of(
         process_group, library, lambda: LibraryGroup(library, process_group=process_group)
     )
+
+
+def made_by(owner: Any, library: str) -> LibraryGroup | None:
+    """Return the group of an object that a call of the library has returned; None if unknown."""
+    return _groups.get(owner, {}).get(library)
 
 
 def listen(
@@ -182,6 +187,8 @@ def _apply_to(module: Any, *, late: bool = False) -> None:
         if owner is None:
             continue
         found = {name: vars(owner)[name] for name in adapter.calls if name in vars(owner)}
+        if not found and _is_of_torch(adapter):
+            continue
         fits = bool(found) and all(
             _has_parameters(original, adapter.calls[name][1]) for name, original in found.items()
         )
@@ -198,12 +205,14 @@ def _apply_to(module: Any, *, late: bool = False) -> None:
             setattr(owner, name, wrapped)
 
 
+def _is_of_torch(adapter: Adapter) -> bool:
+    """Whether torch itself has the calls, which an older torch lacks."""
+    return adapter.module.startswith("torch.")
+
+
 def _has_parameters(function: Any, names: tuple[str, ...]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-    return all(name in parameters for name in names)
+    signature = signature_of(function)
+    return signature is not None and all(name in signature.parameters for name in names)
 
 
 def _announced(original: Any, name: str, *, adapter: Adapter, late: bool) -> Any:
@@ -228,7 +237,10 @@ def _announced(original: Any, name: str, *, adapter: Adapter, late: bool) -> Any
         try:
             _inside.a_call = True
             begun = _safely(begin, args, kwargs, sys._getframe(1))
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if begun is not None and begun[0].makes:
+                _safely(group_of, result, adapter.library, lambda: begun[0].group)
+            return result
         except BaseException as error:
             failure = error
             raise
@@ -260,20 +272,25 @@ def installed(adapters: list[Adapter]) -> dict[str, bool]:
         spec = importlib.util.find_spec(top)
         for place in spec.submodule_search_locations or () if spec is not None else ():
             module = Path(place, *rest)
-            file = module.with_suffix(".py")
-            sources = [file] if rest and file.exists() else sorted(module.glob("**/*.py"))
-            if sources:
-                fits = any(_source_fits(adapter, source) for source in sources)
-                found[adapter.library] = found.get(adapter.library, True) and fits
+            files = [module.with_suffix(suffix) for suffix in (".py", ".pyi") if rest]
+            sources = [each for each in files if each.exists()] or sorted(module.glob("**/*.py"))
+            fit = {_source_fits(adapter, source) for source in sources} - {None}
+            if fit and (True in fit or not _is_of_torch(adapter)):
+                found[adapter.library] = found.get(adapter.library, True) and True in fit
     return found
 
 
-def _source_fits(adapter: Adapter, source: Path) -> bool:
+def _source_fits(adapter: Adapter, source: Path) -> bool | None:
+    """Return whether the signatures are those that the adapter knows; None if the class is not
+    there.
+    """
     tree: Any = ast.parse(source.read_bytes())
     if adapter.owner:
         classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
         tree = next((each for each in classes if each.name == adapter.owner), None)
-    methods = [] if tree is None else [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    if tree is None:
+        return None
+    methods = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     parameters = {
         method.name: {each.arg for each in (*method.args.args, *method.args.kwonlyargs)}
         for method in methods

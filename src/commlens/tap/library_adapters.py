@@ -4,6 +4,7 @@ calls by name, and is written from the library's source; docs/rl-and-serving.md 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,21 +17,27 @@ from commlens.tap.libraries import (
     LibraryCall,
     LibraryGroup,
     group_of,
+    made_by,
     of_process_group,
 )
 from commlens.tap.message_queues import noting
 
-# --- DeepEP: every rank of the group calls dispatch and combine
+Calls = dict[str, tuple[Describe, tuple[str, ...]]]
+
+# --- DeepEP: every rank of the group calls all of these but those with a peer
 
 
-def _deep_ep(op: str, *, waits: Callable[[Given], bool] = lambda given: False) -> Describe:
+def _deep_ep(
+    op: str, sent: str = "", peer: str = "", *, waits: Callable[[Given], Any] = lambda given: False
+) -> Describe:
     def describe(buffer: Any, given: Given) -> LibraryCall | None:
-        sent = given["x"]
+        rows = given.get(sent)
         return LibraryCall(
             of_process_group(buffer.group, "deep_ep"),
             op,
-            sent[0] if isinstance(sent, tuple) else sent,
-            waits=waits(given),
+            rows[0] if isinstance(rows, tuple) else rows,
+            peer=given.get(peer, -1),
+            waits=bool(waits(given)),
         )
 
     return describe
@@ -40,25 +47,53 @@ def _waits_for_counts(given: Given) -> bool:
     """Whether the host waits until all ranks have told how much they send: without the layout of an
     earlier dispatch, and without room for the most that they may send.
     """
-    return given.get("handle") is None and not given.get("num_worst_tokens")
+    return (
+        given.get("handle") is None
+        and not given.get("num_worst_tokens")
+        and given.get("do_cpu_sync") is not False
+    )
 
 
-_DEEP_EP: Final = {
-    "dispatch": (_deep_ep("dispatch", waits=_waits_for_counts), ("x", "handle")),
-    "combine": (_deep_ep("combine"), ("x", "handle")),
-    "low_latency_dispatch": (_deep_ep("low_latency_dispatch"), ("x", "topk_idx")),
-    "low_latency_combine": (_deep_ep("low_latency_combine"), ("x", "topk_idx", "handle")),
+_DISPATCH: Final = _deep_ep("dispatch", "x", waits=_waits_for_counts)
+_DEEP_EP: Final[Calls] = {
+    "dispatch": (_DISPATCH, ("x", "handle")),
+    "combine": (_deep_ep("combine", "x"), ("x", "handle")),
+    "low_latency_dispatch": (_deep_ep("low_latency_dispatch", "x"), ("x", "topk_idx")),
+    "low_latency_combine": (_deep_ep("low_latency_combine", "x"), ("x", "topk_idx", "handle")),
+}
+_ELASTIC: Final[Calls] = {
+    "dispatch": (_DISPATCH, ("x", "handle", "do_cpu_sync")),
+    "combine": (_deep_ep("combine", "x"), ("x", "handle")),
+    "barrier": (
+        _deep_ep("barrier", waits=lambda given: given.get("with_cpu_sync")),
+        ("with_cpu_sync",),
+    ),
+    "all_gather": (_deep_ep("all_gather", "t"), ("t",)),
+    "engram_write": (_deep_ep("engram_write", "storage"), ("storage",)),
+    "pp_send": (_deep_ep("send", "t", "dst_rank_idx"), ("t", "dst_rank_idx")),
+    "pp_recv": (_deep_ep("recv", "t", "src_rank_idx"), ("t", "src_rank_idx")),
 }
 
 # --- the all-reduce kernels of vLLM and SGLang
 
 
-def _custom_all_reduce(library: str, tensor: str) -> Describe:
-    def describe(communicator: Any, given: Given) -> LibraryCall | None:
-        group = of_process_group(communicator.group, library)
-        return LibraryCall(group, "custom_all_reduce", given[tensor])
+def _kernel(
+    library: str, module: str, owner: str, *names: str, read: str = "inp", asks: str = ""
+) -> Adapter:
+    """Describe the methods of a kernel's class. With a question of its own, as whether a tensor
+    suits it, it declines the calls for which the answer is no.
+    """
 
-    return describe
+    def describe(communicator: Any, given: Given) -> LibraryCall | None:
+        tensor = given[read]
+        if asks and not getattr(communicator, asks)(tensor):
+            return None
+        group = of_process_group(communicator.group, library)
+        return LibraryCall(group, "custom_all_reduce", tensor)
+
+    package = {"vllm": "vllm", "sglang": "sglang.srt"}[library]
+    module = f"{package}.distributed.device_communicators.{module}"
+    return Adapter(library, module, owner, dict.fromkeys(names, (describe, (read,))))
 
 
 # --- NCCL groups of Ray, which torch does not know
@@ -96,7 +131,7 @@ _RAY: Final = {
     "recv": (_ray("recv", "recv_options"), ("tensors", "recv_options")),
 }
 
-# --- torch's symmetric memory
+# --- torch's symmetric memory, and its windows from 2.15 on
 
 
 def _rendezvous(_: Any, given: Given) -> LibraryCall | None:
@@ -109,8 +144,57 @@ def _rendezvous(_: Any, given: Given) -> LibraryCall | None:
     process_group = c10d._resolve_process_group(named) if isinstance(named, str) else named
     group = of_process_group(process_group, "symmetric memory")
     is_first, group.is_used = not group.is_used, True
-    return LibraryCall(group, "rendezvous", is_numbered=is_first, waits=True)
+    return LibraryCall(group, "rendezvous", is_numbered=is_first, waits=True, makes=True)
 
+
+def _new_window(process_group: Any, given: Given) -> LibraryCall | None:
+    group = of_process_group(process_group, "torch window")
+    return LibraryCall(group, "new_window", given.get("tensor"), waits=True, makes=True)
+
+
+def _signal(
+    library: str, op: str, peer: str = "", *, handle: str = "", tensor: str = ""
+) -> Describe:
+    """A signal is a message, and its sender waits for nobody. The calls of a handle whose group is
+    unknown are left out.
+    """
+
+    def describe(owner: Any, given: Given) -> LibraryCall | None:
+        group = made_by(given[handle] if handle else owner, library)
+        if group is None:
+            return None
+        to = given.get(peer, -1)
+        return LibraryCall(group, op, given.get(tensor), peer=to, waits=op == "send")
+
+    return describe
+
+
+_SYMMETRIC: Final = functools.partial(_signal, "symmetric memory")
+_WINDOW: Final = functools.partial(_signal, "torch window")
+_OF_TORCH: Final[dict[tuple[str, str, str], Calls]] = {
+    ("symmetric memory", "torch.distributed._symmetric_memory", ""): {
+        "rendezvous": (_rendezvous, ("tensor", "group")),
+        "put_signal": (
+            _SYMMETRIC("send", "peer", handle="hdl", tensor="src"),
+            ("src", "hdl", "peer"),
+        ),
+        "wait_signal": (_SYMMETRIC("recv", "peer", handle="hdl"), ("hdl", "peer")),
+    },
+    ("symmetric memory", "torch._C._distributed_c10d", "_SymmetricMemory"): {
+        "barrier": (_SYMMETRIC("barrier"), ("channel",)),
+        "put_signal": (_SYMMETRIC("send", "dst_rank"), ("dst_rank", "channel")),
+        "wait_signal": (_SYMMETRIC("recv", "src_rank"), ("src_rank", "channel")),
+    },
+    ("torch window", "torch._C._distributed_c10d", "ProcessGroup"): {
+        "new_window": (_new_window, ("tensor",)),
+    },
+    ("torch window", "torch._C._distributed_c10d", "Window"): {
+        "tensor_register": (_WINDOW("tensor_register", tensor="tensor"), ("tensor",)),
+        "put": (_WINDOW("send", "dst_rank", tensor="tensor"), ("tensor", "dst_rank")),
+        "signal": (_WINDOW("send", "peer_rank"), ("peer_rank",)),
+        "wait_signal": (_WINDOW("recv", "peer_rank"), ("peer_rank",)),
+    },
+}
 
 # --- NVSHMEM from Python: nothing tells which process is which PE of another job's processes
 
@@ -142,28 +226,26 @@ ADAPTERS: Final = [
     _message_queue("vllm", "vllm"),
     _message_queue("sglang", "sglang.srt"),
     Adapter("deep_ep", "deep_ep", "Buffer", _DEEP_EP),
-    Adapter(
-        "vllm",
-        "vllm.distributed.device_communicators.custom_all_reduce",
-        "CustomAllreduce",
-        {"all_reduce": (_custom_all_reduce("vllm", "inp"), ("inp", "registered"))},
+    Adapter("deep_ep", "deep_ep", "ElasticBuffer", _ELASTIC),
+    _kernel("vllm", "custom_all_reduce", "CustomAllreduce", "all_reduce"),
+    _kernel("vllm", "quick_all_reduce", "QuickAllReduce", "quick_all_reduce"),
+    _kernel("vllm", "symm_mem", "SymmMemCommunicator", "all_reduce", asks="should_use_symm_mem"),
+    _kernel(
+        "vllm", "flashinfer_all_reduce", "FlashInferAllReduce", "all_reduce", read="input_tensor"
     ),
-    Adapter(
+    _kernel(
         "sglang",
-        "sglang.srt.distributed.device_communicators.custom_all_reduce",
+        "custom_all_reduce",
         "CustomAllreduce",
-        {
-            name: (_custom_all_reduce("sglang", "inp"), ("inp", "out"))
-            for name in ("all_reduce", "all_reduce_reg", "all_reduce_unreg")
-        },
+        "all_reduce",
+        "all_reduce_reg",
+        "all_reduce_unreg",
+    ),
+    _kernel(
+        "sglang", "custom_all_reduce_v2", "CustomAllReduceV2", "custom_all_reduce", read="input"
     ),
     Adapter("ray", "ray.util.collective.collective_group.nccl_collective_group", "NCCLGroup", _RAY),
-    Adapter(
-        "symmetric memory",
-        "torch.distributed._symmetric_memory",
-        "",
-        {"rendezvous": (_rendezvous, ("tensor", "group"))},
-    ),
+    *(Adapter(*where, calls) for where, calls in _OF_TORCH.items()),
     Adapter(
         "nvshmem4py",
         "nvshmem.core.collective",

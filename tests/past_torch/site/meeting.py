@@ -11,11 +11,19 @@ def folder():
     return Path(os.environ["PAST_TORCH_DIR"])
 
 
+def last_arrival(where):
+    """Return when a member last arrived in one of a folder's meetings."""
+    times = [
+        struct.unpack_from("<256d", file.read_bytes(), 2048) for file in where.glob("*.meeting")
+    ]
+    return max(map(max, times), default=0.0)
+
+
 class Meeting:
     """Members count their calls, and wait until all have made as many."""
 
     def __init__(self, name, rank, size):
-        path = folder() / name.replace("/", "_")
+        path = folder() / f"{name.replace('/', '_')}.meeting"
         with path.open("ab") as file:
             file.truncate(4096)
         with path.open("r+b") as file:
@@ -26,6 +34,7 @@ class Meeting:
         """Count a call, without waiting; return its number."""
         self.calls += 1
         struct.pack_into("<q", self._map, 8 * self.rank, self.calls)
+        struct.pack_into("<d", self._map, 2048 + 8 * self.rank, time.time())
         return self.calls
 
     def reached(self, number, members=None):

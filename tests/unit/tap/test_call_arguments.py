@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commlens.tap.call_arguments import reader_of
+from commlens.tap.call_arguments import reader_of, signature_of
 
 
 def of_torch(size: int, rank: int, name: str = "", *, timeout: int = 0) -> None: ...
@@ -48,3 +48,19 @@ def test_what_does_not_fit_is_not_read(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     assert reader_of(function)(args, kwargs) is None
+
+
+def test_the_parameters_of_pybind11_are_read_from_its_text() -> None:
+    class Handle:
+        """Stands for the methods that pybind11 makes."""
+
+    def original(*args: Any) -> None: ...
+
+    text = "put(self: torch._C.Handle, dst_rank: int | str, opts: a.B = <a.B object at 0x7f>) -> x"
+    original.__doc__ = f"{text}\n\nmore: words\n"
+    original.__signature__ = 7  # type: ignore[attr-defined]
+    signature = signature_of(original)
+    assert signature is not None and [*signature.parameters] == ["self", "dst_rank", "opts"]
+    assert reader_of(original)((Handle, 3), {}) == {"self": Handle, "dst_rank": 3}
+    original.__doc__ = "put(*args, **kwargs)\nOverloaded function.\n\n1. put(self: torch._C.Handle)"
+    assert signature_of(original) is None

@@ -235,5 +235,10 @@ def test_what_is_installed_is_read_and_not_imported(place: Path) -> None:
             assert libraries.installed([Adapter("lib", module, "Buffer", fits)]) == {"lib": True}
             assert libraries.installed([Adapter("lib", module, "Buffer", other)]) == {"lib": False}
         assert libraries.installed([Adapter("lib", "missing", "Buffer", fits)]) == {}
+        absent = Adapter("lib", "a_package", "ElasticBuffer", fits)
+        assert libraries.installed([absent]) == {}, "the class came with a later version"
+        (package / "stub.pyi").write_text(LIBRARY)
+        stub = Adapter("lib", "a_package.stub", "Buffer", fits)
+        assert libraries.installed([stub]) == {"lib": True}
         both = [Adapter("lib", "a_package", "Buffer", each) for each in (fits, other)]
         assert libraries.installed(both) == {"lib": False}, "one of its adapters does not fit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch._C import _distributed_c10d
+from torch.distributed import _symmetric_memory
 
-from commlens.tap import libraries, library_adapters
+from commlens.tap import libraries
 from commlens.tap.libraries import LibraryCall
 from commlens.tap.library_adapters import ADAPTERS
 from past_torch import SITE, adapted
@@ -83,6 +86,67 @@ def test_custom_all_reduce(
     assert ops(calls) == [("custom_all_reduce", 1, f"{library}.CustomAllreduce.all_reduce")]
 
 
+def test_the_elastic_buffer_of_deep_ep(calls: list[tuple[LibraryCall, int, str]]) -> None:
+    buffer = importlib.import_module("deep_ep").ElasticBuffer(Group())
+    rows = torch.ones(4, 8)
+    *_, handle, _ = buffer.dispatch(rows)
+    buffer.combine(rows, handle)
+    buffer.dispatch(rows, handle=handle)
+    buffer.dispatch(rows, do_cpu_sync=False)
+    buffer.barrier(with_cpu_sync=True)
+    buffer.all_gather(rows)
+    buffer.engram_write(rows)
+    buffer.pp_send(rows, 0)
+    buffer.pp_recv(rows, 0)
+    assert [(call.op, number, call.waits) for call, number, _ in calls] == [
+        ("dispatch", 1, True),
+        ("combine", 2, False),
+        ("dispatch", 3, False),
+        ("dispatch", 4, False),
+        ("barrier", 5, True),
+        ("all_gather", 6, False),
+        ("engram_write", 7, False),
+        ("send", 1, False),
+        ("recv", 1, False),
+    ]
+    assert [call.peer for call, *_ in calls[-3:]] == [-1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "method", "dtype"),
+    [
+        ("vllm", "quick_all_reduce.QuickAllReduce", "quick_all_reduce", torch.float32),
+        ("vllm", "symm_mem.SymmMemCommunicator", "all_reduce", torch.bfloat16),
+        ("vllm", "flashinfer_all_reduce.FlashInferAllReduce", "all_reduce", torch.float32),
+        (
+            "sglang.srt",
+            "custom_all_reduce_v2.CustomAllReduceV2",
+            "custom_all_reduce",
+            torch.float32,
+        ),
+    ],
+)
+def test_other_all_reduce_kernels(
+    calls: list[tuple[LibraryCall, int, str]], module: str, owner: str, method: str, dtype: Any
+) -> None:
+    file, name = owner.split(".")
+    kernel = importlib.import_module(f"{module}.{COMMUNICATORS}.{file}")
+    value = torch.ones(4, dtype=dtype)
+    communicator = getattr(kernel, name)(Group(), "cpu")
+    assert getattr(communicator, method)(value).equal(value)
+    library = module.partition(".")[0]
+    assert ops(calls) == [("custom_all_reduce", 1, f"{library}.{name}.{method}")]
+    assert calls[0][0].tensor is value
+
+
+def test_a_kernel_that_declines_a_tensor_is_not_recorded(
+    calls: list[tuple[LibraryCall, int, str]],
+) -> None:
+    kernel = importlib.import_module(f"vllm.{COMMUNICATORS}.symm_mem")
+    assert kernel.SymmMemCommunicator(Group(), "cpu").all_reduce(torch.ones(4)) is None
+    assert calls == []
+
+
 def test_ray(calls: list[tuple[LibraryCall, int, str]]) -> None:
     importlib.import_module("ray")
     nccl = importlib.import_module("ray.util.collective.collective_group.nccl_collective_group")
@@ -128,14 +192,86 @@ def test_nvshmem(calls: list[tuple[LibraryCall, int, str]]) -> None:
     assert calls[0][0].group.made.store == "", "nothing tells which PE is which process"
 
 
-def test_symmetric_memory_is_numbered_once_a_group() -> None:
-    group = Group()
-    described = [library_adapters._rendezvous(None, {"group": group}) for _ in range(2)]
-    assert [call is not None and call.is_numbered for call in described] == [True, False]
+@pytest.fixture
+def one_sided(calls: Any) -> Iterator[Any]:
+    """The stand-ins for torch's own classes, which are put back."""
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in (
+            (_distributed_c10d, "_SymmetricMemory"),
+            (_symmetric_memory, "_SymmetricMemory"),
+            (_distributed_c10d, "Window"),
+            (torch.distributed.ProcessGroup, "new_window"),
+        ):
+            patched.setattr(owner, name, None, raising=False)
+        resolve = "torch.distributed.distributed_c10d._resolve_process_group"
+        patched.setattr(resolve, lambda name: {"0": GROUP}[name])
+        yield importlib.import_module("one_sided")
+
+
+GROUP = Group()
+
+
+def test_symmetric_memory(calls: list[tuple[LibraryCall, int, str]], one_sided: Any) -> None:
+    memory = one_sided.install()
+    handle = memory.rendezvous(torch.ones(4), "0")
+    handle.barrier()
+    handle.put_signal(0)
+    handle.wait_signal(0)
+    memory.rendezvous(torch.ones(4), "0").barrier(channel=1)
+    assert [(call.op, number, call.peer, call.waits) for call, number, _ in calls] == [
+        ("rendezvous", 1, -1, True),
+        ("barrier", 2, -1, False),
+        ("send", 1, 0, True),
+        ("recv", 1, 0, False),
+        ("rendezvous", 0, -1, True),  # it may return what an earlier one has found
+        ("barrier", 3, -1, False),
+    ]
+    assert {call.group.process_group() for call, *_ in calls} == {GROUP}
+    one_sided.SymmetricMemory(GROUP, "unknown").barrier()
+    assert len(calls) == 6, "the group of this handle is unknown"
+
+
+def test_windows(calls: list[tuple[LibraryCall, int, str]], one_sided: Any) -> None:
+    one_sided.install()
+    window = torch.distributed.ProcessGroup.new_window(GROUP)  # type: ignore[attr-defined]
+    window.tensor_register(torch.ones(4))
+    window.put(torch.ones(4), 0, 0, False)
+    window.signal(0, False)
+    window.wait_signal(0, False)
+    assert [(call.op, number, name) for call, number, name in calls] == [
+        ("new_window", 1, "torch window.ProcessGroup.new_window"),
+        ("tensor_register", 2, "torch window.Window.tensor_register"),
+        ("send", 1, "torch window.Window.put"),
+        ("send", 2, "torch window.Window.signal"),
+        ("recv", 1, "torch window.Window.wait_signal"),
+    ]
 
 
 def test_the_signatures_of_torch_fit() -> None:
-    memory = importlib.import_module("torch.distributed._symmetric_memory")
-    (adapter,) = [each for each in ADAPTERS if each.module == memory.__name__]
-    original: Any = memory.rendezvous
-    assert libraries._has_parameters(original, adapter.calls["rendezvous"][1])
+    fit = {}
+    for adapter in ADAPTERS:
+        if adapter.module.startswith("torch."):
+            module: Any = sys.modules[adapter.module]
+            owner = getattr(module, adapter.owner, None) if adapter.owner else module
+            for name, (_, parameters) in adapter.calls.items():
+                if hasattr(owner, name):
+                    original = getattr(owner, name)
+                    original = getattr(original, "__wrapped__", original)
+                    fit[adapter.owner, name] = libraries._has_parameters(original, parameters)
+    assert fit["", "rendezvous"] and fit["_SymmetricMemory", "barrier"]
+    assert all(fit.values()), fit
+    assert libraries.installed(ADAPTERS)["symmetric memory"]
+
+
+def test_the_methods_of_torch_are_replaced_in_place() -> None:
+    """A handle cannot be made without a GPU: the call is refused, as without commlens."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("barrier", "put_signal", "wait_signal"):
+            method = vars(_distributed_c10d._SymmetricMemory)[name]
+            original = getattr(method, "__wrapped__", method)
+            patched.setattr(_distributed_c10d._SymmetricMemory, name, original)
+        with adapted(ADAPTERS):
+            replaced = vars(_distributed_c10d._SymmetricMemory)["wait_signal"]
+            assert getattr(replaced, "__wrapped__", None) is original
+            with pytest.raises(TypeError, match="incompatible function arguments"):
+                replaced(Group(), 0)
