@@ -67,9 +67,15 @@ REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
 fault; none: nobody is to be named.
 """
 
-UNDECIDED = ("left_in_the_kernel", "result_not_sent")
-"""Of these, nobody is named: nothing tells which device has left a kernel, and a server that has no
-request looks like one that sends none.
+UNDECIDED = (
+    "left_in_the_kernel",
+    "result_not_sent",
+    "first_allocation",
+    "groups_in_other_order",
+)
+"""Of these, nobody is named: nothing tells which device has left a kernel, a server that has no
+request looks like one that sends none, and of ranks that wait for each other nothing tells which
+ones have the right order.
 """
 
 HEALTHY = (
