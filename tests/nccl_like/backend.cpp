@@ -60,6 +60,13 @@ c10::intrusive_ptr<Backend> create(
   return backend;
 }
 
+// A communicator that torch does not know, as pynccl, CuPy and C++ libraries make them.
+c10::intrusive_ptr<Backend> communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size) {
+  auto made = c10::make_intrusive<Backend>(std::move(store), rank, size, std::chrono::hours(24), "", std::vector<uint64_t>());
+  made->leave_torch();
+  return made;
+}
+
 }  // namespace
 }  // namespace nccl_like
 
@@ -90,6 +97,7 @@ PYBIND11_MODULE(nccl_like_native, module) {
       .def("end", &Graph::end)
       .def("replay", &Graph::replay, no_gil());
   module.def("create", &create, no_gil());
+  module.def("communicator", &communicator, no_gil());
   module.def("wait_for_memory", [](const at::Tensor& tensor) { wait_for_memory(tensor); }, no_gil());
   module.def("synchronize", &synchronize, no_gil());
   module.def("launch_kernel", &launch_kernel, no_gil());

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <map>
+#include <random>
 
 #include "interception.hpp"
 #include "watchdog2.hpp"
@@ -63,6 +64,14 @@ class Backend : public c10d::Backend {
     std::lock_guard<std::mutex> lock(all_mutex());
     all().insert(this);
     if (connects_eagerly.load()) eager_ = true;
+  }
+
+  // Without torch: no watchdog, no records, a communicator of the program's own, as ncclCommInitRank makes one.
+  void leave_torch() {
+    is_raw_ = eager_ = true;
+    if (watchdog_) watchdog_->stop();
+    watchdog_.reset();
+    communicator("0", rank_, size_);
   }
 
   ~Backend() override {
@@ -137,7 +146,10 @@ class Backend : public c10d::Backend {
 
   void abort_communicators() {
     std::lock_guard<std::mutex> lock(communicators_mutex_);
-    for (auto& named : communicators_) named.second->aborted.store(true);
+    for (auto& named : communicators_) {
+      named.second->aborted.store(true);
+      Profiler::get().finalize(std::exchange(named.second->profiled, nullptr));
+    }
     if (connecting_) connecting_->aborted.store(true);
   }
 
@@ -394,12 +406,14 @@ class Backend : public c10d::Backend {
       if (!(coalescing_ & COLLECTIVE)) ++seq_collective_;
       coalescing_ |= COLLECTIVE;
       coalesced_.is_async = async;
+      call(*comm, nccl_calls(made), coalesced_.program);
       coalesced_.program.collectives.push_back(std::move(made));
       add(memory, comm);
       note(entry(title, inputs, outputs, nullptr, nullptr, false));
       return async || sync_returns_work.load() ? idle_work(type, outputs) : nullptr;
     }
     Program program;
+    call(*comm, nccl_calls(made), program);
     program.collectives.push_back(std::move(made));
     auto kernel = kernel_of(comm, std::move(program), memory);
     const bool captured = Device::get().is_capturing();
@@ -419,6 +433,7 @@ class Backend : public c10d::Backend {
     auto comm = communicator("0", rank_, size_);
     const bool captured = Device::get().is_capturing();
     Program program;
+    for (const auto& each : made) call(*comm, nccl_calls(each), program);
     program.collectives = std::move(made);
     auto kernel = kernel_of(comm, std::move(program), join(inputs, outputs));
     auto work = init_work(OpType::COALESCED, false, title, inputs, outputs, kernel, true);
@@ -448,16 +463,19 @@ class Backend : public c10d::Backend {
       comm = communicator(c10::str(low, ":", high), to_self ? 0 : rank_ != low, to_self ? 1 : 2);
       message.peer = to_self ? 0 : peer != low;
     }
+    const NcclCall told{message.is_send ? "Send" : "Recv", static_cast<size_t>(tensor.numel()), nccl_type(tensor.scalar_type()), -1, message.peer};
     if (coalescing_ & ACTIVE) {
       if (!(coalescing_ & P2P)) ++seq_p2p_;
       coalescing_ |= P2P;
       coalesced_.is_async = true;  // P2P is always on a stream of its own
+      call(*comm, {told}, coalesced_.program);
       coalesced_.program.messages.push_back(std::move(message));
       add({tensor}, comm);
       note(entry(title, {tensor}, {tensor}, nullptr, nullptr, true));
       return is_nccl2.load() ? WorkPtr(c10::make_intrusive<CompletedWork>(Tensors{tensor})) : nullptr;
     }
     Program program;
+    call(*comm, {told}, program);
     program.messages.push_back(std::move(message));
     auto kernel = kernel_of(comm, std::move(program), {tensor});
     const bool captured = Device::get().is_capturing();
@@ -514,11 +532,20 @@ class Backend : public c10d::Backend {
   KernelPtr kernel_of(const std::shared_ptr<Communicator>& comm, Program program, const Tensors& memory) {
     auto kernel = std::make_shared<Kernel>();
     kernel->communicator = comm;
+    kernel->calls = std::move(program.calls);
     kernel->tensors = aliases(memory);
     kernel->run = [program = std::make_shared<Program>(std::move(program))](const Kernel& self) {
       if (!self.communicator->aborted.load()) Run(*self.communicator)(*program);
     };
     return kernel;
+  }
+
+  // NCCL is called: a plugin hears of it in this thread.
+  static void call(const Communicator& comm, std::vector<NcclCall> calls, Program& program) {
+    for (auto& each : calls) {
+      each.api = Profiler::get().call(comm.profiled, each, Device::get().is_capturing());
+      program.calls.push_back(each);
+    }
   }
 
   void add(const Tensors& memory, const std::shared_ptr<Communicator>& comm) {
@@ -546,10 +573,23 @@ class Backend : public c10d::Backend {
     }
     NoGil no_gil;
     made->mesh = std::make_unique<Mesh>(*store_, "nccl_like/" + key, rank, size, options_->timeout, made->aborted);
-    if (!is_nccl2.load()) record_ranks(names(), ranks_);
+    if (size > 1) {
+      const auto name = is_nccl2.load() && !is_raw_ ? getGroupUid() : std::string();
+      made->profiled = Profiler::get().init(shared_hash(key, rank), name, size, rank);
+    }
+    if (!is_nccl2.load() && !is_raw_) record_ranks(names(), ranks_);
     std::lock_guard<std::mutex> lock(communicators_mutex_);
     connecting_ = nullptr;
     return communicators_[key] = made;
+  }
+
+  // The same on all ranks: it is that of the unique id, which the first rank draws.
+  uint64_t shared_hash(const std::string& key, int rank) {
+    const auto at = "nccl_like/" + key + "/hash";
+    if (rank == 0) store_->set(at, std::to_string(std::random_device{}() | 1ull << 32));
+    store_->wait({at}, options_->timeout);
+    const auto value = store_->get(at);
+    return std::stoull(std::string(value.begin(), value.end()));
   }
 
   // --- the Flight Recorder
@@ -561,12 +601,12 @@ class Backend : public c10d::Backend {
   }
 
   // torch's hooks fill the recorder of nccl2.
-  static void note(const Entry& entry) {
-    if (!is_nccl2.load()) record(entry);
+  void note(const Entry& entry) const {
+    if (!is_nccl2.load() && !is_raw_) record(entry);
   }
 
   void record_into(Operation& operation, const Entry& entry) {
-    if (is_nccl2.load()) return;
+    if (is_nccl2.load() || is_raw_) return;
     operation.entry = record(entry);
     if (!watchdog_ || Device::get().is_capturing()) {  // never retired: the recorder keeps pointers to the events
       static auto* kept = new std::vector<std::shared_ptr<Event>>();
@@ -584,6 +624,7 @@ class Backend : public c10d::Backend {
     made.header.kind = static_cast<int64_t>(type);
     made.header.root = root;
     made.header.count = tensor.numel();
+    made.type = tensor.scalar_type();
     made.to.assign(size_, 0);
     made.from.assign(size_, 0);
     return made;
@@ -796,7 +837,7 @@ class Backend : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   std::vector<uint64_t> ranks_;
   const std::shared_ptr<GroupFacts> group_ = std::make_shared<GroupFacts>();
-  bool timing_ = false, blocking_wait_ = false, eager_ = false;
+  bool timing_ = false, blocking_wait_ = false, eager_ = false, is_raw_ = false;
   uint64_t seq_collective_ = 0, seq_p2p_ = 0, op_id_ = 0, last_kernel_ = 0;
   int coalescing_ = 0;
   Coalesced coalesced_;

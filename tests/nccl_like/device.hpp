@@ -14,7 +14,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "transport.hpp"
+#include "profiler.hpp"
 
 namespace nccl_like {
 
@@ -55,6 +55,14 @@ struct Kernel {
   std::vector<at::Tensor> tensors;  // read or written
   std::shared_ptr<Event> start = std::make_shared<Event>(), end = std::make_shared<Event>();
   uint64_t number = 0;  // of its launch, from 1; 0 if it was only captured
+  std::vector<NcclCall> calls;
+  std::vector<void*> tasks;  // the plugin's handles of their launches
+  bool captured = false;
+
+  void tell_launch() {
+    tasks.clear();
+    for (const auto& call : calls) tasks.push_back(Profiler::get().launch(communicator->profiled, call));
+  }
 
   std::shared_ptr<Kernel> again() const {
     auto copy = std::make_shared<Kernel>(*this);
@@ -79,9 +87,12 @@ class Device {
     auto dead = std::move(finished_);
     finished_.clear();
     if (graph_) {
+      kernel->captured = true;
+      if (!Profiler::get().launches_replays()) kernel->tell_launch();
       graph_->push_back(kernel);
     } else {
       start_thread();
+      if (!kernel->captured) kernel->tell_launch();
       kernel->number = launched_.fetch_add(1) + 1;
       for (const auto& tensor : kernel->tensors) storages_[tensor.storage().unsafeGetStorageImpl()] = kernel->number;
       queue_.push_back(kernel);
@@ -170,7 +181,11 @@ class Device {
       lock.unlock();
       kernel->start->record();
       if (kernel->communicator) pause(delay_s.load());
+      if (kernel->captured && Profiler::get().launches_replays()) kernel->tell_launch();
+      std::vector<void*> running;
+      if (kernel->communicator) running = Profiler::get().start_kernels(kernel->communicator->profiled, kernel->tasks);
       kernel->run(*kernel);
+      if (!stopping_.load() && !(kernel->communicator && kernel->communicator->aborted.load())) Profiler::get().stop_kernels(running);
       kernel->end->record();
       lock.lock();
       for (const auto& tensor : kernel->tensors) {

@@ -15,6 +15,7 @@ using Blobs = std::vector<std::string>;  // one for each rank of the communicato
 
 struct Collective {
   Header header;
+  at::ScalarType type = at::kByte;
   std::vector<int64_t> to, from;  // bytes, for each rank
   std::function<Blobs()> pack;
   std::function<void(Blobs&)> unpack;
@@ -30,7 +31,46 @@ struct PointToPoint {  // a send or a receive
 struct Program {
   std::vector<Collective> collectives;
   std::vector<PointToPoint> messages;
+  std::vector<NcclCall> calls;
 };
+
+inline const char* nccl_type(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return "ncclFloat32";
+    case at::kDouble: return "ncclFloat64";
+    case at::kHalf: return "ncclFloat16";
+    case at::kBFloat16: return "ncclBfloat16";
+    case at::kInt: return "ncclInt32";
+    case at::kLong: return "ncclInt64";
+    case at::kChar: return "ncclInt8";
+    default: return "ncclUint8";
+  }
+}
+
+// torch makes all_to_all, gather and scatter of sends and receives.
+inline std::vector<NcclCall> nccl_calls(const Collective& of) {
+  using c10d::OpType;
+  const auto* type = nccl_type(of.type);
+  const auto count = static_cast<size_t>(of.header.count);
+  const auto root = static_cast<int>(of.header.root);
+  switch (static_cast<OpType>(of.header.kind)) {
+    case OpType::ALLREDUCE: return {{"AllReduce", count, type}};
+    case OpType::BROADCAST: return {{"Broadcast", count, type, root}};
+    case OpType::REDUCE: return {{"Reduce", count, type, root}};
+    case OpType::ALLGATHER:
+    case OpType::_ALLGATHER_BASE: return {{"AllGather", count, type}};
+    case OpType::REDUCE_SCATTER:
+    case OpType::_REDUCE_SCATTER_BASE: return {{"ReduceScatter", count, type}};
+    default: break;
+  }
+  std::vector<NcclCall> calls;
+  const auto size = static_cast<int64_t>(c10::elementSize(of.type));
+  for (size_t peer = 0; peer < of.to.size(); ++peer) {
+    if (of.to[peer]) calls.push_back({"Send", static_cast<size_t>(of.to[peer] / size), type, -1, static_cast<int>(peer)});
+    if (of.from[peer]) calls.push_back({"Recv", static_cast<size_t>(of.from[peer] / size), type, -1, static_cast<int>(peer)});
+  }
+  return calls;
+}
 
 inline size_t bytes_of(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()) * tensor.element_size(); }
 

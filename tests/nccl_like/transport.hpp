@@ -223,10 +223,11 @@ class Mesh {
   std::atomic<bool> lost_a_peer_{false};
 };
 
-// A communicator: the mesh, and what ends its kernels.
+// A communicator: the mesh, what ends its kernels, and what a profiler plugin calls it.
 struct Communicator {
   std::atomic<bool> aborted{false};
   std::unique_ptr<Mesh> mesh;
+  void* profiled = nullptr;
 };
 
 }  // namespace nccl_like

@@ -89,6 +89,36 @@ HEALTHY = (
     "healthy_overlap",
 )
 
+NCCL_REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "step_left_out": ("vllm#43547", (1,)),
+    "drafter_left_out": ("vllm#44954", (1,)),
+    "stands_before_replay": ("pytorch#196133", (1,)),
+    "device_stands_before_replay": ("vllm#41725", (1,)),
+    "other_graph": ("vllm#45610", (1,)),
+    "eager_among_graphs": ("vllm#46097, vllm#48720", (1,)),
+    "stands_before_torch": ("none: torch between two replays", (1,)),
+}
+NCCL_HEALTHY = ("healthy_replays", "healthy_eager_and_graphs")
+"""Those of ``nccl_programs.py``, which call NCCL past torch."""
+REPORTS |= NCCL_REPORTS
+HEALTHY += NCCL_HEALTHY
+
+
+def _nccl_variables() -> dict[str, str]:
+    """Return the environment that puts a rank on the emulation of NCCL, with commlens's plugin."""
+    tests = str(HERE.parent)
+    sys.path.append(tests)
+    try:
+        import nccl_like
+    finally:
+        sys.path.remove(tests)
+    folders = [nccl_like.HERE / "site", tests, HERE / "site", os.environ.get("PYTHONPATH", "")]
+    return {
+        **nccl_like.variables("nccl"),
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders),
+        "COMMLENS_NCCL_PROFILER": "kernels",
+    }
+
 
 class Outcome(NamedTuple):
     """What commlens said of one program."""
@@ -120,12 +150,16 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
         "WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
     }
+    program = HERE / "programs.py"
+    if name in (*NCCL_REPORTS, *NCCL_HEALTHY):
+        program = HERE / "nccl_programs.py"
+        common |= _nccl_variables()
     output = folder / "output"
     started = []
     with output.open("w") as file:
         for rank in range(ranks):
             environ = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "commlens", "run", str(HERE / "programs.py"), name]
+            command = [sys.executable, "-m", "commlens", "run", str(program), name]
             started.append(subprocess.Popen(command, env=environ, stdout=file, stderr=file))
     seconds = 0.0
     try:

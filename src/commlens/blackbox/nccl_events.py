@@ -24,9 +24,9 @@ MAGIC: Final = b"CLNSNCCL"
 FORMAT: Final = 1
 
 _HEADER: Final = struct.Struct("<8s2I8IQ2I3Q2I40s256s7Q")
-_COMM: Final = struct.Struct("<2Q3iI10Q96s48x")
-_OP: Final = struct.Struct("<2Q16s16sQ2i2Q4I8Q")
-_TRANSFER: Final = struct.Struct("<Q4I2i2I7Q")
+_COMM: Final = struct.Struct("<2Q3iI10Q96sQ40x")
+_OP: Final = struct.Struct("<2Q16s16sQ2i2Q4I7Q8x")
+_TRANSFER: Final = struct.Struct("<Q4I2i2I6Q8x")
 _HEADER_SIZE: Final = 4096
 SIZE_MAX: Final = 16 << 20
 _TABLE_MAX: Final = 1 << 16
@@ -34,7 +34,7 @@ _OTHER_NCCL: Final = 2
 _KERNEL_CH: Final = 1 << 6
 _PROXY_STEP: Final = 1 << 4
 _GENERATION: Final = 0xFFFFFF
-_CAPTURED, _WITH_KERNELS, _MESSAGE = 8, 16, 32
+_CAPTURED, _WITH_KERNELS, _MESSAGE, _REPLAY = 8, 16, 32, 128
 _INT_MAX: Final = (1 << 63) - 1
 _STATES: Final[Mapping[int, TransferState]] = {
     8: "waits-for-own-gpu",
@@ -65,6 +65,7 @@ class _CommSlot(NamedTuple):
     last_ns: int
     nccl_version: int
     name: bytes
+    replayed: int
 
 
 class _OpSlot(NamedTuple):
@@ -88,7 +89,6 @@ class _OpSlot(NamedTuple):
     stopped_ns: int
     device_started_ns: int
     device_stopped_ns: int
-    replays: int
 
 
 class _TransferSlot(NamedTuple):
@@ -107,7 +107,6 @@ class _TransferSlot(NamedTuple):
     moved_ns: int
     ended_ns: int
     posted: int
-    replay: int
 
 
 class _Header(NamedTuple):
@@ -254,11 +253,9 @@ def _text(padded: bytes) -> str:
 
 def _open_transfers(
     table: bytes, head: _Header, unix: Callable[[int], int]
-) -> dict[tuple[int, int, int], list[NcclTransfer]]:
-    """Return the transfers that have not ended, by the index, generation and replay of their
-    operation.
-    """
-    found: dict[tuple[int, int, int], list[NcclTransfer]] = defaultdict(list)
+) -> dict[tuple[int, int], list[NcclTransfer]]:
+    """Return the transfers that have not ended, by the index and generation of their operation."""
+    found: dict[tuple[int, int], list[NcclTransfer]] = defaultdict(list)
     for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
         if not fields[0]:
             continue
@@ -266,7 +263,7 @@ def _open_transfers(
         if each.seq & 1 or each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
         done = min(each.done, each.steps)
-        found[each.op, each.op_generation, each.replay].append(
+        found[each.op, each.op_generation].append(
             NcclTransfer(
                 each.peer,
                 each.channel & 0xFF,
@@ -293,7 +290,7 @@ def _oldest_state(each: _TransferSlot, done: int) -> int:
 def _ops_by_comm(
     table: bytes,
     unix: Callable[[int], int],
-    transfers: Mapping[tuple[int, int, int], list[NcclTransfer]],
+    transfers: Mapping[tuple[int, int], list[NcclTransfer]],
 ) -> tuple[dict[tuple[int, int], list[NcclOp]], int]:
     """Return the operations by their communicator's index and generation, and how many were being
     written.
@@ -308,8 +305,7 @@ def _ops_by_comm(
         if op.seq & 1 or op.state >> 40 != generation or not op.number:
             torn += 1
             continue
-        replay = op.state >> 32 & 0xFF
-        mine = tuple(transfers.get((index, generation, replay), ()))
+        mine = tuple(transfers.get((index, generation), ()))
         found[op.comm, op.comm_generation].append(_op(op, unix, mine))
     return found, torn
 
@@ -338,11 +334,11 @@ def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, 
         started_on=state >> 16 & 0xFF,
         stopped_on=state >> 8 & 0xFF,
         device_ns=device_ns if op.device_started_ns and 0 < device_ns < 1 << 56 else 0,
-        replays=min(op.replays, _INT_MAX),
         nccl_number=op.nccl_number - 1 if op.nccl_number < 1 << 62 else -1,
         captured=bool(state & _CAPTURED),
         with_kernels=bool(state & _WITH_KERNELS),
         is_message=bool(state & _MESSAGE),
+        is_replay=bool(state & _REPLAY),
         transfers=transfers,
     )
 
@@ -350,7 +346,8 @@ def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, 
 def _communicator(
     comm: _CommSlot, ops: list[NcclOp], unix: Callable[[int], int]
 ) -> NcclCommunicator:
-    numbers = [op.number for op in ops if not op.is_message]
+    called = [op.number for op in ops if not (op.is_message or op.is_replay)]
+    replayed = [op.number for op in ops if op.is_replay]
     return NcclCommunicator(
         hash=f"{comm.hash:x}",
         name=_text(comm.name),
@@ -361,10 +358,11 @@ def _communicator(
         made_ns=unix(comm.made_ns),
         closed_ns=unix(comm.closed_ns),
         # the operations are read after their communicator
-        collectives=max([min(comm.collectives, _INT_MAX), *numbers]),
+        collectives=max([min(comm.collectives, _INT_MAX), *called]),
+        replayed=max([min(comm.replayed, _INT_MAX), *replayed]),
         messages=min(comm.messages, _INT_MAX),
         finished=min(comm.finished_collectives, _INT_MAX),
-        ops=tuple(sorted(ops, key=lambda op: (not op.captured, op.number))),
+        ops=tuple(sorted(ops, key=lambda op: (op.is_replay, not op.captured, op.number))),
     )
 
 

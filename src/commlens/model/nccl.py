@@ -42,7 +42,8 @@ class NcclTransfer(msgspec.Struct, frozen=True):
 class NcclOp(msgspec.Struct, frozen=True):
     """A collective or message of a communicator."""
 
-    number: int  # from 1, of the communicator's collectives or of its messages
+    # from 1, of the communicator's collectives, of its messages, or of its replayed collectives
+    number: int
     func: str  # NCCL's name: "AllReduce", "Send"
     datatype: str  # "ncclBfloat16"
     count: int  # elements; of an operation that was launched only, perhaps bytes
@@ -55,14 +56,14 @@ class NcclOp(msgspec.Struct, frozen=True):
     started_ns: int = 0  # its kernel, on the first channel
     stopped_ns: int = 0  # on all channels
     channels: int = 0
-    started_on: int = 0  # channels; of the last replay
+    started_on: int = 0  # channels
     stopped_on: int = 0
     device_ns: int = 0  # from the kernel's start to its end, by the device's clock
-    replays: int = 0  # launches of a captured operation
     nccl_number: int = -1  # NCCL's own, for each function; -1: unknown
     captured: bool = False  # into a CUDA graph
     with_kernels: bool = False  # the start and the end of its kernel are told
     is_message: bool = False
+    is_replay: bool = False  # launched by a CUDA graph, into which it was captured
     transfers: tuple[NcclTransfer, ...] = ()
 
     @property
@@ -72,7 +73,9 @@ class NcclOp(msgspec.Struct, frozen=True):
 
 
 class NcclCommunicator(msgspec.Struct, frozen=True):
-    """A communicator of a process, with its newest operations by number, captured ones first."""
+    """A communicator of a process, with its newest operations by number: captured ones first, and
+    replayed ones last.
+    """
 
     hash: str  # of all its ranks, as NCCL's RAS service calls it: hexadecimal, without 0x
     name: str  # that its maker gave it; empty if none
@@ -84,6 +87,7 @@ class NcclCommunicator(msgspec.Struct, frozen=True):
     closed_ns: int = 0
     collectives: int = 0  # ever called
     messages: int = 0
+    replayed: int = 0  # collectives ever launched by CUDA graphs
     # the highest number of a collective whose kernel has ended
     finished: int = 0
     ops: tuple[NcclOp, ...] = ()

@@ -75,10 +75,11 @@ typedef int (*init_5)(void **, uint64_t, int *, const char *, int, int, int, log
 #define FORMAT 1
 #define HEADER_SIZE 4096
 #define COMMS 64
-#define RING 64          /* newest collectives of a communicator, and as many messages */
-#define CAPTURED_OPS 256 /* in CUDA graphs, of all communicators: kept until their communicator ends */
+#define RINGS 3          /* of a communicator: collectives, messages, and collectives of CUDA graphs that were replayed */
+#define RING 64          /* newest operations of each */
+#define CAPTURED_OPS 256 /* calls into CUDA graphs, of all communicators: kept until their communicator ends */
 #define TRANSFERS 2048
-#define OPS (COMMS * 2 * RING + CAPTURED_OPS)
+#define OPS (COMMS * RINGS * RING + CAPTURED_OPS)
 #define STEPS 8 /* of one transfer at a time: NCCL_STEPS */
 #define TRIES 8
 
@@ -110,22 +111,23 @@ typedef struct {
     uint64_t last_ns;
     uint64_t nccl_version;
     char name[96];
-    uint64_t spare[6];
+    uint64_t replayed, finished_replayed, next_replayed; /* the same of collectives that graphs launched */
+    uint64_t spare[3];
 } comm;
 
 typedef struct {
     uint64_t seq;
-    uint64_t number; /* of the communicator's collectives or messages, from 1 */
+    uint64_t number; /* of those of the communicator in the same ring, from 1 */
     char func[16];
     char datatype[16];
     uint64_t count;
     int32_t root, peer; /* -1: none or unknown */
-    uint64_t state;     /* generation 24 | replay 8 | channels 8 | started 8 | stopped 8 | flags 8 */
+    uint64_t state;     /* generation 24 | unused 8 | channels 8 | started 8 | stopped 8 | flags 8 */
     uint64_t nccl_number; /* + 1; 0: unknown */
     uint32_t comm, comm_generation, thread, spare;
     uint64_t called_ns, returned_ns, launched_ns, started_ns, stopped_ns;
     uint64_t device_started_ns, device_stopped_ns;
-    uint64_t replays;
+    uint64_t more;
 } op;
 
 typedef struct {
@@ -138,10 +140,12 @@ typedef struct {
     uint64_t states;               /* of the steps under way: a byte each, by step % STEPS */
     uint64_t begun_ns, moved_ns, ended_ns;
     uint64_t posted;               /* steps that have begun */
-    uint64_t replay;
+    uint64_t spare;
 } transfer;
 
-enum { RETURNED = 1, LAUNCHED = 2, ENQUEUED = 4, CAPTURED = 8, WITH_KERNELS = 16, MESSAGE = 32, COPY_ENGINE = 64 };
+enum {
+    RETURNED = 1, LAUNCHED = 2, ENQUEUED = 4, CAPTURED = 8, WITH_KERNELS = 16, MESSAGE = 32, COPY_ENGINE = 64, REPLAY = 128
+};
 #define FILE_SIZE (HEADER_SIZE + sizeof(comm) * COMMS + sizeof(op) * OPS + sizeof(transfer) * TRANSFERS)
 _Static_assert(sizeof(header) <= HEADER_SIZE && sizeof(comm) == 256 && sizeof(op) == 160 && sizeof(transfer) == 96, "layout");
 
@@ -236,7 +240,7 @@ static comm *comm_of(const void *context)
 #define CHANNELS(state) ((state) >> 24 & 0xFF)
 #define STARTED(state) ((state) >> 16 & 0xFF)
 #define STOPPED(state) ((state) >> 8 & 0xFF)
-#define REPLAY(state) ((state) >> 32 & 0xFF)
+#define RING_OF(flags) ((flags) & REPLAY ? 2 : (flags) & MESSAGE ? 1 : 0)
 
 /* Whether an operation's kernel is to come or runs. One behind which another has stopped is over, or a ring of messages. */
 static int is_open(const op *of, const comm *in)
@@ -245,8 +249,9 @@ static int is_open(const op *of, const comm *in)
     int is_of_this = load(of->comm_generation) == GENERATION_OF(load(in->seq));
     if (!is_of_this || !(state & WITH_KERNELS) || STOPPED(state) >= CHANNELS(state))
         return 0;
-    return state & MESSAGE ? load(of->number) + RING > load(in->finished_messages)
-                           : load(of->number) > load(in->finished_collectives);
+    if (state & MESSAGE)
+        return load(of->number) + RING > load(in->finished_messages);
+    return load(of->number) > load(*(state & REPLAY ? &in->finished_replayed : &in->finished_collectives));
 }
 
 static int is_abandoned(const op *of)
@@ -257,11 +262,13 @@ static int is_abandoned(const op *of)
 }
 
 /* Takes a slot for an operation; the caller writes it and then calls publish(). */
-static uint32_t claim_op(comm *in, int is_message, int captured)
+static uint32_t claim_op(comm *in, uint64_t flags)
 {
-    uint32_t first = captured ? COMMS * 2 * RING : ((uint32_t)(in - box.comms) * 2 + (uint32_t)is_message) * RING;
+    int captured = (flags & CAPTURED) && !(flags & REPLAY), ring = RING_OF(flags);
+    uint32_t first = captured ? COMMS * RINGS * RING : ((uint32_t)(in - box.comms) * RINGS + (uint32_t)ring) * RING;
     uint32_t room = captured ? CAPTURED_OPS : RING;
-    uint64_t *next = captured ? &box.head->next_captured : is_message ? &in->next_message : &in->next_collective;
+    uint64_t *nexts[RINGS] = {&in->next_collective, &in->next_message, &in->next_replayed};
+    uint64_t *next = captured ? &box.head->next_captured : nexts[ring];
     for (uint32_t tries = 0; tries < (captured ? room : TRIES); tries++) {
         uint32_t index = first + (uint32_t)(add(*next, 1) % room);
         op *of = &box.ops[index];
@@ -270,7 +277,8 @@ static uint32_t claim_op(comm *in, int is_message, int captured)
         if (!(seq & 1) && is_free && claim(of->seq, seq))
             return index;
     }
-    add(box.head->lost_ops, 1);
+    if (!captured) /* its replays are noted nevertheless */
+        add(box.head->lost_ops, 1);
     return NONE;
 }
 
@@ -286,10 +294,10 @@ static uint64_t publish(uint32_t index, uint64_t flags)
 
 static uint32_t begin_op(comm *in, const char *func, const char *datatype, uint64_t count, int root, int peer, uint64_t flags)
 {
-    int is_message = !!(flags & MESSAGE);
-    uint64_t number = add(*(is_message ? &in->messages : &in->collectives), 1) + 1, now = clock_ns(CLOCK_MONOTONIC);
+    uint64_t *counters[RINGS] = {&in->collectives, &in->messages, &in->replayed};
+    uint64_t number = add(*counters[RING_OF(flags)], 1) + 1, now = clock_ns(CLOCK_MONOTONIC);
     store(in->last_ns, now);
-    uint32_t index = claim_op(in, is_message, !!(flags & CAPTURED));
+    uint32_t index = claim_op(in, flags);
     if (index == NONE)
         return NONE;
     op *of = &box.ops[index];
@@ -316,21 +324,22 @@ static void *start_call(comm *in, const event *what)
     /* func and count lie alike in both */
     uint32_t index = begin_op(in, what->coll_api.func, datatype, what->coll_api.count,
                               is_message ? -1 : what->coll_api.root, -1, flags);
-    return pack(CALL, index == NONE ? 0 : publish(index, flags), index, 0);
+    return pack(CALL, index == NONE ? 0 : publish(index, flags), index, !!captured);
 }
 
 /* An operation is launched: the call that it belongs to gets it, or, with version 4, a slot of its own. A captured one is
- * launched once for each replay of its graph. */
+ * launched once for each replay of its graph if kernels are told, and its collectives then are operations of their own. */
 static void *start_task(comm *in, const event *what, uint64_t type)
 {
     int is_message = type == P2P;
     handle parent = unpack(what->parent);
     uint32_t index = parent.index;
     uint64_t generation = parent.generation, more = type == CE_COLL ? COPY_ENGINE : 0;
-    if (parent.kind != CALL) {
-        more |= is_message ? MESSAGE : 0;
-        index = is_message ? begin_op(in, what->p2p.func, what->p2p.datatype, what->p2p.count, -1, what->p2p.peer, MESSAGE)
-                           : begin_op(in, what->coll.func, what->coll.datatype, what->coll.count, what->coll.root, -1, 0);
+    int is_replay = parent.kind == CALL && parent.more && type == COLL && box.mask & KERNEL_CH;
+    if (parent.kind != CALL || is_replay) {
+        more |= is_message ? MESSAGE : is_replay ? CAPTURED | REPLAY : 0;
+        index = is_message ? begin_op(in, what->p2p.func, what->p2p.datatype, what->p2p.count, -1, what->p2p.peer, more)
+                           : begin_op(in, what->coll.func, what->coll.datatype, what->coll.count, what->coll.root, -1, more);
         if (index == NONE)
             return NULL;
         generation = publish(index, more);
@@ -343,29 +352,26 @@ static void *start_task(comm *in, const event *what, uint64_t type)
     do {
         if (state >> 40 != generation || !is_current(load(of->seq), (uint32_t)generation))
             return NULL; /* its call has lost its slot */
-        int again = !!(state & CAPTURED) && !!(state & LAUNCHED);
-        uint64_t counts = again ? 0 : (state >> 8 & 0xFFFF) << 8;
-        uint64_t all = again ? channels : CHANNELS(state) + channels;
-        changed = (state & 0xFFFFFF0000000000u) | ((REPLAY(state) + !!(state & CAPTURED)) & 0xFF) << 32 |
-                  (all > 0xFF ? 0xFF : all) << 24 | counts | (state & 0xFF & ~(uint64_t)ENQUEUED) | LAUNCHED | more |
+        if ((state & CAPTURED) && (state & LAUNCHED))
+            return NULL; /* a message of a graph that is replayed, or a graph without kernels that are told */
+        uint64_t all = CHANNELS(state) + channels;
+        changed = (state & 0xFFFFFFFF00FFFFFFu & ~(uint64_t)ENQUEUED) | (all > 0xFF ? 0xFF : all) << 24 | LAUNCHED | more |
                   (channels && box.mask & KERNEL_CH ? WITH_KERNELS : 0);
     } while (!swap(of->state, state, changed));
-    if (changed & CAPTURED)
-        add(of->replays, 1);
     if (is_message)
         store(of->peer, what->p2p.peer);
     else
         store(of->nccl_number, what->coll.number + 1);
     store(of->launched_ns, clock_ns(CLOCK_MONOTONIC));
-    return pack(TASK, generation, index, (uint32_t)REPLAY(changed));
+    return pack(TASK, generation, index, 0);
 }
 
-/* Changes the state of an operation, if it is still the one, in the same replay, that a handle is of. */
+/* Changes the state of an operation, if it is still the one that a handle is of. */
 static int change(op *of, handle by, uint64_t count, uint64_t flags, uint64_t *changed)
 {
     uint64_t state = load(of->state);
     do {
-        if (state >> 40 != by.generation || (by.kind != CALL && REPLAY(state) != by.more))
+        if (state >> 40 != by.generation)
             return 0;
         if ((count == 1u << 16 && STARTED(state) == 0xFF) || (count == 1u << 8 && STOPPED(state) == 0xFF))
             count = 0;
@@ -385,7 +391,7 @@ static void *start_kernel(const event *what)
         store(of->device_started_ns, what->kernel.device_ns);
         store(of->started_ns, clock_ns(CLOCK_MONOTONIC));
     }
-    return pack(KERNEL, by.generation, by.index, by.more);
+    return pack(KERNEL, by.generation, by.index, 0);
 }
 
 /* Of 255 channels and more, the counts are not known. */
@@ -397,7 +403,8 @@ static void stop_kernel(op *of, handle by)
         return;
     store(of->stopped_ns, clock_ns(CLOCK_MONOTONIC));
     comm *in = &box.comms[index];
-    raise_to(state & MESSAGE ? &in->finished_messages : &in->finished_collectives, number);
+    uint64_t *finished[RINGS] = {&in->finished_collectives, &in->finished_messages, &in->finished_replayed};
+    raise_to(finished[RING_OF(state)], number);
 }
 
 /* --- transfers between nodes, all of a communicator by one thread */
@@ -421,7 +428,6 @@ static void *start_transfer(comm *in, const event *what)
         clear(&at->seq + 1, at + 1);
         at->op = by.index;
         at->op_generation = by.generation;
-        at->replay = by.more;
         at->comm = (uint32_t)(in - box.comms);
         at->comm_generation = (uint32_t)GENERATION_OF(in->seq);
         at->peer = what->proxy_op.peer;
@@ -514,7 +520,7 @@ static int record(void *packed, int state, state_args *args)
 {
     handle of = unpack(packed);
     op *at = op_of(of);
-    if (at && of.kind == KERNEL && state == KERNEL_CH_STOP && args && REPLAY(load(at->state)) == of.more)
+    if (at && of.kind == KERNEL && state == KERNEL_CH_STOP && args)
         raise_to(&at->device_stopped_ns, args->device_ns);
     transfer *moved = of.kind == STEP ? transfer_of(of) : NULL;
     if (moved)

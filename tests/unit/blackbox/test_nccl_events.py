@@ -125,36 +125,51 @@ def test_messages_and_the_copy_engine(stage: Stage):
     assert gather.launched_ns and not gather.with_kernels and not gather.has_stopped
 
 
-def test_replays_of_a_graph_stay_in_place(stage: Stage):
+def test_each_launch_of_a_graph_is_an_operation_of_its_own(stage: Stage):
     play = stage.player()
     comm = play.communicator(1, None, 2, 0)
-    captured = comm.call(captured=True)
+    captured = [comm.call(captured=True), comm.call("AllGather", captured=True)]
     assert last(stage.read().communicators[0]).launched_ns == 0
-    late = comm.start(comm.launch(captured))
-    comm.run(200)  # the ring has gone round
-    second = comm.launch(captured)
-    comm.end(late)  # the proxy's thread saw the first replay's end late
-    running = comm.start(second)
-    op = stage.read().communicators[0].ops[0]
-    assert (op.captured, op.replays, op.number) == (True, 2, 1)
-    assert (op.started_on, op.stopped_on) == (2, 0)
+    late = comm.start(comm.launch(captured[0]))
+    comm.run(200)  # the ring of calls has gone round
+    comm.end(comm.start(comm.launch(captured[1], "AllGather", 9)))
+    running = comm.start(comm.launch(captured[0]))
+    comm.end(late)  # the proxy's thread saw the first launch's end late
+    (found,) = stage.read().communicators
+    assert (found.collectives, found.replayed) == (202, 3)
+    replays = [op for op in found.ops if op.is_replay]
+    assert [(op.number, op.func, op.count, op.captured) for op in replays] == [
+        (1, "AllReduce", 1024, True),
+        (2, "AllGather", 9, True),
+        (3, "AllReduce", 1024, True),
+    ]
+    assert [op.has_stopped for op in replays] == [True, True, False]
     comm.end(running)
-    assert stage.read().communicators[0].ops[0].has_stopped
+    assert last(stage.read().communicators[0]).has_stopped
 
 
-def test_captured_calls_have_their_own_room_until_their_communicator_ends(stage: Stage):
+def test_a_graph_is_no_operation_without_kernels(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    """NCCL tells its launch once, as it is captured."""
+    monkeypatch.setenv("COMMLENS_NCCL_EVENTS", "calls")
     play = stage.player()
     comm = play.communicator(1, None, 2, 0)
-    for _ in range(300):
-        comm.call(captured=True)
+    comm.launch(comm.call(captured=True))
+    comm.call()
+    (found,) = stage.read().communicators
+    assert (found.collectives, found.replayed) == (2, 0)
+
+
+def test_replays_are_noted_of_more_captured_calls_than_there_is_room_for(stage: Stage):
+    play = stage.player()
+    comm = play.communicator(1, None, 2, 0)
+    captured = [comm.call(captured=True) for _ in range(300)]
     comm.run()
+    for each in captured:
+        comm.end(comm.start(comm.launch(each)))
     record = stage.read()
-    assert (record.lost, record.communicators[0].collectives) == (44, 301)
-    assert last(record.communicators[0]).has_stopped
-    play.finalize(comm.context)
-    other = play.communicator(2, None, 2, 0)
-    other.call(captured=True)
-    assert stage.read().lost == 44
+    (found,) = record.communicators
+    assert (record.lost, found.collectives, found.replayed) == (0, 301, 300)
+    assert last(found).number == 300 and last(found).has_stopped
 
 
 def test_transfers_stand_at_different_steps(stage: Stage):

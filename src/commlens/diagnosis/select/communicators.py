@@ -2,7 +2,9 @@
 
 A call that torch made is one record: NCCL was called by the same thread, between the record's
 beginning and its end. That needs no names. A communicator of which no record tells is a group that
-the program made by hand, such as vLLM's pynccl or CuPy make them: all members know its hash.
+the program made by hand, such as vLLM's pynccl or CuPy make them: all members know its hash. The
+collectives that CUDA graphs launch on it are those of a second group: nothing orders them among the
+calls of hosts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _TOLD_WITHIN_NS: Final = 1_000_000_000
 """An operation that was launched for longer, and whose kernel is not told to have started, has not
 started: NCCL looks for it all the time.
 """
+_OF_GRAPHS: Final = "in CUDA graphs"
 _OPS: Final = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -72,8 +75,14 @@ def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
         return list(logs)
     placed = [_Placed(log) for log in logs]
     torchs = {comm for each in placed for comm in each.torchs}
-    called = {comm.hash for each in told for comm in each.communicators if comm.collectives}
-    return [each.joined(torchs, called) for each in placed]
+    used = {
+        (comm.hash, of_graphs)
+        for each in told
+        for comm in each.communicators
+        for of_graphs in (False, True)
+        if _used(comm, of_graphs)
+    }
+    return [each.joined(torchs, used) for each in placed]
 
 
 class _Placed:
@@ -93,12 +102,13 @@ class _Placed:
         """The hashes of the communicators that torch made."""
         for comm in self._comms:
             placed: dict[int, list[NcclOp]] = defaultdict(list)
-            for op in comm.ops:
+            called = [op for op in comm.ops if not op.is_replay]
+            for op in called:
                 if (record := calls.record_of(op, comm, log.rank)) is not None:
                     placed[record.index].append(op)
                     self.torchs.add(comm.hash)
             known = {False: {0}, True: {0}}
-            for op in comm.ops:
+            for op in called:
                 known[op.is_message].add(op.number)
             for index, ops in placed.items():
                 self._in_records[index] += ops
@@ -107,21 +117,24 @@ class _Placed:
             if _is_torchs(comm, groups, log.rank):
                 self.torchs.add(comm.hash)
 
-    def joined(self, torchs: Collection[str], called: Collection[str]) -> RankLog:
+    def joined(self, torchs: Collection[str], used: Collection[tuple[str, bool]]) -> RankLog:
         """Return the log with all that.
 
         Args:
             torchs: the hashes of the communicators that torch made, by all ranks' records.
-            called: those of which a rank has called a collective.
+            used: the hashes of those of which a rank has called a collective, each with False, and
+                of those of which a rank's graphs have launched one, with True.
         """
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
         for comm in self._comms:
-            if comm.hash in torchs or comm.hash not in called:
-                continue
-            channel = Channel(_group_of(comm), "cuda", runs_ahead=True, completion=BY_PLUGIN)
-            added += _records_of(comm, channel, self._log)
-            unused += [] if comm.collectives else [channel.group]
+            for of_graphs in (False, True):
+                if comm.hash in torchs or (comm.hash, of_graphs) not in used:
+                    continue
+                group = _group_of(comm, of_graphs)
+                channel = Channel(group, "cuda", runs_ahead=True, completion=BY_PLUGIN)
+                added += _records_of(comm, channel, self._log, of_graphs)
+                unused += [] if _used(comm, of_graphs) else [group]
         return self._with_more(added, unused)
 
     def _with_more(self, added: Sequence[Collective], unused: list[ProcessGroup]) -> RankLog:
@@ -211,27 +224,38 @@ def _is_torchs(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int
     )
 
 
-def _group_of(comm: NcclCommunicator) -> ProcessGroup:
+def _used(comm: NcclCommunicator, of_graphs: bool) -> int:
+    """Return how many collectives were called, or were launched by graphs."""
+    return comm.replayed if of_graphs else comm.collectives
+
+
+def _group_of(comm: NcclCommunicator, of_graphs: bool) -> ProcessGroup:
+    name = f"{comm.hash} {_OF_GRAPHS}" if of_graphs else comm.hash
+    label = f"NCCL communicator {comm.name or comm.hash}"
     return ProcessGroup(
-        comm.hash,
+        name,
         (),
-        f"NCCL communicator {comm.name or comm.hash}",
+        f"{label} {_OF_GRAPHS}" if of_graphs else label,
         "nccl",
-        hand_made=HandMade(comm.rank, comm.size, f"nccl:{comm.hash}"),
+        hand_made=HandMade(comm.rank, comm.size, f"nccl:{name}"),
     )
 
 
-def _records_of(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Iterator[Collective]:
+def _records_of(
+    comm: NcclCommunicator, channel: Channel, log: RankLog, of_graphs: bool
+) -> Iterator[Collective]:
     """Yield the collectives of a communicator that torch did not make. The records of older calls
     of torch may be overwritten: nothing tells who made a call before the oldest one.
     """
     is_wrapped = log.issued > len(log.collectives) > 0
     since_ns = log.collectives[0].announced_ns if is_wrapped else 0
     for op in comm.ops:
-        if op.is_message or op.captured or op.called_ns < since_ns:
+        is_other = op.is_replay != of_graphs or op.captured != of_graphs
+        if op.is_message or is_other or op.called_ns < since_ns:
             continue
         record = _record_of(op, channel)
-        if op.number < comm.finished and not op.has_stopped:  # one behind it has ended
+        is_over = not of_graphs and op.number < comm.finished  # one behind it has ended
+        if is_over and not op.has_stopped:
             record.state, record.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
             record.nccl = (op,)
             yield record
@@ -260,14 +284,14 @@ def _record_of(op: NcclOp, channel: Channel) -> Collective:
 def _enriched(
     record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int, *, is_cut: bool
 ) -> Collective:
-    """Return a record with what NCCL told of it: whether its kernel has started, and ended. Of a
-    captured one, NCCL tells the newest replay, and the record is of the capture.
+    """Return a record with what NCCL told of it: whether its kernel has started, and ended. A call
+    that was captured did not run.
     """
     if not ops:
         return record
     more: dict[str, Any] = {"nccl": tuple(ops)}
     is_open = record.in_flight or record.state is State.UNKNOWN
-    if record.captured or any(op.captured for op in ops):
+    if record.captured or any(op.captured and not op.is_replay for op in ops):
         is_open = False
     if all(op.has_stopped for op in ops):
         if is_open and not is_cut:

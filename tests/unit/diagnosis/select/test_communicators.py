@@ -144,6 +144,92 @@ def test_what_the_plugin_did_not_note_is_said():
     ) in said
 
 
+DONE = {"with_kernels": True, "started_on": 2, "stopped_on": 2}
+
+
+def replaying(
+    counts: Mapping[int, int], last: Mapping[int, Stay], *, standing: bool = True, **more: Any
+) -> list[RankLog]:
+    """Ranks whose graphs have launched so many collectives of a communicator, each of which called
+    two before; the newest one that a rank launched stands.
+    """
+    logs = training(last)
+    start = logs[0].captured_ns - 29 * S
+    made = []
+    for log in logs:
+        ops = [op(n, start + n * 1_000_000, stopped_ns=start + S, **DONE) for n in (1, 2)]
+        ops.append(op(3, start, captured=True))
+        count = counts[log.rank]
+        for n in range(max(1, count - 63), count + 1):
+            stands = standing and n == max(counts.values())
+            state = DONE | ({"stopped_on": 0} if stands else {"stopped_ns": start + S})
+            ops.append(op(n, start + n * 1_000_000, captured=True, is_replay=True, **state))
+        made.append(told(log, ops, called=3, finished=2, replayed=count, **more))
+    return made
+
+
+def test_a_rank_whose_graph_did_not_launch_it_is_named():
+    verdict = judge(replaying({0: 301, 1: 301, 2: 301, 3: 300}, {3: SLEEP}))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [3], [0, 1, 2])
+    group = "group NCCL communicator ab12 in CUDA graphs"
+    assert f"rank 3 never reached all_reduce #301 of {group}" in verdict.summary
+    assert verdict.confidence != "low"
+
+
+def test_a_rank_that_never_replayed_is_named():
+    verdict = judge(replaying({0: 1, 1: 1, 2: 1, 3: 0}, {3: SLEEP}))
+    assert (verdict.kind, verdict.culprits) == ("missing", [3])
+    assert "never reached all_reduce #1 of group" in verdict.summary
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_replays_that_have_ended_are_no_fault(count: int):
+    verdict = judge(replaying(dict.fromkeys(range(4), count), {3: SLEEP}, standing=False))
+    assert not verdict.culprits and not verdict.is_fault
+
+
+def test_ranks_that_replay_other_graphs_are_told():
+    logs = replaying(dict.fromkeys(range(4), 8), {})
+    record = logs[2].nccl
+    comm = record.communicators[0]
+    ops = (*comm.ops[:-1], msgspec.structs.replace(comm.ops[-1], count=64))
+    logs[2].nccl = msgspec.structs.replace(
+        record, communicators=(msgspec.structs.replace(comm, ops=ops),)
+    )
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [2])
+    assert "all_reduce #8 of group NCCL communicator ab12 in CUDA graphs" in verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [({"count": 64}, "mismatch/shape"), ({"func": "AllGather"}, "mismatch/op")],
+)
+def test_calls_that_differ_are_told(changed: dict[str, Any], kind: str):
+    logs = hung(dict.fromkeys(range(4), 7), {}, **DONE)
+    for at, log in enumerate(logs):
+        comm = log.nccl.communicators[0]
+        more = {"stopped_on": 0, **(changed if at == 1 else {})}
+        ops = [*comm.ops[:-1], msgspec.structs.replace(comm.ops[-1], **more)]
+        logs[at] = told(msgspec.structs.replace(log, nccl=None), ops, finished=6)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == (kind, [1])
+    assert "of group NCCL communicator ab12" in verdict.summary
+
+
+@pytest.mark.parametrize("count", [7, 1])
+def test_a_member_without_a_record_is_out_of_sight_and_not_blamed(count: int):
+    logs = hung(dict.fromkeys(range(4), count), {}, **DONE)
+    for at, log in enumerate(logs):
+        comm = log.nccl.communicators[0]
+        ops = [*comm.ops[:-1], msgspec.structs.replace(comm.ops[-1], stopped_on=0)]
+        logs[at] = told(msgspec.structs.replace(log, nccl=None), ops, finished=count - 1, size=5)
+    verdict = judge(logs)
+    assert verdict.culprits == []
+    assert "1 of 5 members of group NCCL communicator ab12" in " ".join(verdict.missing_evidence)
+    assert "member 4" in " ".join(verdict.missing_evidence)
+
+
 def kernels(
     started: Mapping[int, int], transfers: Mapping[int, tuple[NcclTransfer, ...]] = {}
 ) -> list[RankLog]:
@@ -283,13 +369,11 @@ def test_the_end_of_a_kernel_completes_its_record():
 
 @pytest.mark.parametrize("stopped_on", [0, 1, 2])
 def test_a_replay_is_not_what_a_captured_call_did(stopped_on: int):
-    """The record is of the capture, perhaps hours ago, and NCCL tells the newest replay."""
+    """The record is of the capture, perhaps hours ago."""
     log = on_device(training({})[0], in_flight=False)
     for record in log.collectives:
         record.captured, record.state = True, State.UNKNOWN
-    ops = in_calls(
-        log, captured=True, with_kernels=True, started_on=2, stopped_on=stopped_on, replays=100
-    )
+    ops = in_calls(log, captured=True, with_kernels=True, started_on=2, stopped_on=stopped_on)
     (joined,) = with_communicators([told(log, ops)])
     assert [one.nccl for one in joined.collectives] == [(one,) for one in ops]
     assert {(one.state, one.done_ns) for one in joined.collectives} == {
