@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from chosen import long
 
+from commlens.native import nccl_profiler
+
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.timeout(240)
@@ -27,13 +29,22 @@ def load() -> ModuleType:
 
 
 programs = load()
-OFTEN = ("asleep_before_combine",)
+OFTEN = ("asleep_before_combine", "stands_before_replay")
 """The queues have tests in ``tests/unit/diagnosis/select/test_worlds.py``.
 """
 
 
+def skip_if_impossible(name: str) -> None:
+    if name in (*programs.NCCL_REPORTS, *programs.NCCL_HEALTHY):
+        if reason := programs.nccl_like().why_not():
+            pytest.skip(reason)
+        if nccl_profiler.library() is None:
+            pytest.skip("the plugin was not built here")
+
+
 @pytest.mark.parametrize("name", [*OFTEN, *(long(n) for n in programs.REPORTS if n not in OFTEN)])
 def test_a_report(name: str, tmp_path: Path) -> None:
+    skip_if_impossible(name)
     found = programs.run(name, tmp_path, 3)
     undecided = name in programs.UNDECIDED
     assert found.said == ("undecided" if undecided else "right"), found.output
@@ -43,5 +54,6 @@ def test_a_report(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [long(name) for name in programs.HEALTHY])
 def test_a_healthy_program(name: str, tmp_path: Path) -> None:
+    skip_if_impossible(name)
     found = programs.run(name, tmp_path, 3)
     assert found.said == "right", found.output

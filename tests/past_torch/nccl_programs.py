@@ -16,7 +16,7 @@ import nccl_like
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STAY_S = float(os.environ.get("PAST_TORCH_STAY_S", "30"))
-ROWS = torch.ones(4, SIZE * 4)
+ROWS = torch.ones(4, 16)
 
 
 def stay():
@@ -98,15 +98,24 @@ def other_graph():
 
 
 def eager_among_graphs():
-    """A rank runs a batch without its graph, while the others replay theirs."""
+    """A rank runs a batch without its graph, and unpadded, while the others replay theirs."""
     tp = tensor_parallel()
     graph = captured(tp)
     for step in range(12):
         if RANK == 1 and step == 9:
-            layers(tp)
+            layers(tp, 3)
         else:
             graph.replay()
         synchronize()
+
+
+def stands_after_eager():
+    """Rank 0 stands, after rank 1 has run some steps without its graph, as it may."""
+    tp = tensor_parallel()
+    steps_of_two_kinds(tp)
+    if RANK == 0:
+        stay()
+    steps_of_two_kinds(tp)
 
 
 def stands_before_torch():
@@ -122,6 +131,39 @@ def stands_before_torch():
         synchronize()
 
 
+def device_stands_before_torch():
+    """A rank's device does not come to torch's all_reduce, which NCCL's plugin tells of, too."""
+    for step in range(8):
+        if RANK == 1 and step == 6:
+            nccl_like.launch_kernel()
+        dist.all_reduce(torch.ones(4))
+        synchronize()
+
+
+def healthy_torch():
+    """Torch's calls alone, of all kinds, and graphs of them: no record is doubled."""
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(20):
+        layers_of_torch()
+    graph.capture_begin()
+    dist.all_reduce(torch.ones(4))
+    graph.capture_end()
+    for _ in range(20):
+        graph.replay()
+        layers_of_torch()
+    synchronize()
+
+
+def layers_of_torch():
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    dist.all_gather_into_tensor(torch.ones(SIZE * 4), torch.ones(4))
+    dist.all_to_all_single(torch.ones(SIZE * 4), torch.ones(SIZE * 4))
+    dist.broadcast(torch.ones(4), 0)
+    batch = [dist.P2POp(dist.isend, ROWS, right), dist.P2POp(dist.irecv, torch.ones(4, 16), left)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+
+
 def healthy_replays():
     """A server that replays graphs of several sizes, calls torch, and has no request for a while."""
     tp = tensor_parallel()
@@ -135,6 +177,29 @@ def healthy_replays():
             synchronize()
             time.sleep(12)
     synchronize()
+
+
+def healthy_eager_among_graphs():
+    """A rank runs some steps without its graph, of the same sizes, and captures one late; then no
+    request comes for a while.
+    """
+    tp = tensor_parallel()
+    steps_of_two_kinds(tp)
+    time.sleep(12)
+    steps_of_two_kinds(tp)
+
+
+def steps_of_two_kinds(tp):
+    graph = captured(tp)
+    for step in range(20):
+        if RANK == 1 and step in (9, 15):
+            layers(tp)
+        else:
+            graph.replay()
+        if RANK == 1 and step == 12:
+            captured(tp, 8)
+        layers(tp)
+        synchronize()
 
 
 def healthy_eager_and_graphs():

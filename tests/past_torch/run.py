@@ -8,6 +8,7 @@ Usage: run.py [--ranks N] [--at-once N] [NAME ...]
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "site"))
@@ -72,10 +73,12 @@ UNDECIDED = (
     "result_not_sent",
     "first_allocation",
     "groups_in_other_order",
+    "eager_among_graphs",
+    "stands_after_eager",
 )
 """Of these, nobody is named: nothing tells which device has left a kernel, a server that has no
-request looks like one that sends none, and of ranks that wait for each other nothing tells which
-ones have the right order.
+request looks like one that sends none, of ranks that wait for each other nothing tells which ones
+have the right order, and a call in place of a graph's launch is legal.
 """
 
 HEALTHY = (
@@ -96,25 +99,36 @@ NCCL_REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "device_stands_before_replay": ("vllm#41725", (1,)),
     "other_graph": ("vllm#45610", (1,)),
     "eager_among_graphs": ("vllm#46097, vllm#48720", (1,)),
+    "stands_after_eager": ("vllm#46097, later", (0,)),
     "stands_before_torch": ("none: torch between two replays", (1,)),
+    "device_stands_before_torch": ("none: torch's call, which NCCL tells of, too", (1,)),
 }
-NCCL_HEALTHY = ("healthy_replays", "healthy_eager_and_graphs")
+NCCL_HEALTHY = (
+    "healthy_replays",
+    "healthy_eager_and_graphs",
+    "healthy_eager_among_graphs",
+    "healthy_torch",
+)
 """Those of ``nccl_programs.py``, which call NCCL past torch."""
 REPORTS |= NCCL_REPORTS
 HEALTHY += NCCL_HEALTHY
 
 
-def _nccl_variables() -> dict[str, str]:
-    """Return the environment that puts a rank on the emulation of NCCL, with commlens's plugin."""
-    tests = str(HERE.parent)
-    sys.path.append(tests)
+def nccl_like() -> Any:
+    """The emulation of NCCL, on which those programs run."""
+    sys.path.append(str(HERE.parent))
     try:
-        import nccl_like
+        return importlib.import_module("nccl_like")
     finally:
-        sys.path.remove(tests)
-    folders = [nccl_like.HERE / "site", tests, HERE / "site", os.environ.get("PYTHONPATH", "")]
+        sys.path.remove(str(HERE.parent))
+
+
+def _nccl_variables() -> dict[str, str]:
+    """Return the environment that puts a rank on it, with commlens's plugin."""
+    sites = [HERE.parent / "nccl_like" / "site", HERE.parent, HERE / "site"]
+    folders = [*sites, os.environ.get("PYTHONPATH", "")]
     return {
-        **nccl_like.variables("nccl"),
+        **nccl_like().variables("nccl"),
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in folders),
         "COMMLENS_NCCL_PROFILER": "kernels",
     }

@@ -346,7 +346,7 @@ def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, 
 def _communicator(
     comm: _CommSlot, ops: list[NcclOp], unix: Callable[[int], int]
 ) -> NcclCommunicator:
-    called = [op.number for op in ops if not (op.is_message or op.is_replay)]
+    called = [op.number for op in ops if not (op.is_message or op.captured)]
     replayed = [op.number for op in ops if op.is_replay]
     return NcclCommunicator(
         hash=f"{comm.hash:x}",

@@ -217,6 +217,9 @@ BY_PLUGIN = "plugin"
 from the level kernels on.
 """
 
+NCCL_STORE = "nccl:"
+"""The prefix of the "store" of such a communicator's group, before its hash."""
+
 PAST_TORCH = "NCCL past torch"
 """The library that such a channel is of."""
 

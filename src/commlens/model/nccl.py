@@ -42,7 +42,7 @@ class NcclTransfer(msgspec.Struct, frozen=True):
 class NcclOp(msgspec.Struct, frozen=True):
     """A collective or message of a communicator."""
 
-    # from 1, of the communicator's collectives, of its messages, or of its replayed collectives
+    # from 1, of the communicator's collectives, messages, captured calls or replayed collectives
     number: int
     func: str  # NCCL's name: "AllReduce", "Send"
     datatype: str  # "ncclBfloat16"
@@ -85,7 +85,7 @@ class NcclCommunicator(msgspec.Struct, frozen=True):
     nccl_version: int = 0  # 23007: 2.30.7; 0: unknown
     made_ns: int = 0
     closed_ns: int = 0
-    collectives: int = 0  # ever called
+    collectives: int = 0  # ever called, without captured ones
     messages: int = 0
     replayed: int = 0  # collectives ever launched by CUDA graphs
     # the highest number of a collective whose kernel has ended

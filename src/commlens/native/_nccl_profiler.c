@@ -112,7 +112,8 @@ typedef struct {
     uint64_t nccl_version;
     char name[96];
     uint64_t replayed, finished_replayed, next_replayed; /* the same of collectives that graphs launched */
-    uint64_t spare[3];
+    uint64_t captured; /* calls that did not run, numbered apart: each rank may capture when it likes */
+    uint64_t spare[2];
 } comm;
 
 typedef struct {
@@ -295,7 +296,8 @@ static uint64_t publish(uint32_t index, uint64_t flags)
 static uint32_t begin_op(comm *in, const char *func, const char *datatype, uint64_t count, int root, int peer, uint64_t flags)
 {
     uint64_t *counters[RINGS] = {&in->collectives, &in->messages, &in->replayed};
-    uint64_t number = add(*counters[RING_OF(flags)], 1) + 1, now = clock_ns(CLOCK_MONOTONIC);
+    uint64_t *counter = (flags & (CAPTURED | REPLAY)) == CAPTURED ? &in->captured : counters[RING_OF(flags)];
+    uint64_t number = add(*counter, 1) + 1, now = clock_ns(CLOCK_MONOTONIC);
     store(in->last_ns, now);
     uint32_t index = claim_op(in, flags);
     if (index == NONE)

@@ -19,6 +19,7 @@ import msgspec
 
 from commlens.model.collective import (
     BY_PLUGIN,
+    NCCL_STORE,
     Channel,
     Collective,
     CollectiveArgs,
@@ -28,7 +29,7 @@ from commlens.model.collective import (
     State,
     TensorSpec,
 )
-from commlens.model.nccl import NcclCommunicator, NcclOp
+from commlens.model.nccl import NcclCommunicator, NcclOp, NcclRecord
 from commlens.model.ops import ROOTED, UNKNOWN_DTYPE
 from commlens.model.ranklog import RankLog
 
@@ -82,7 +83,23 @@ def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
         for of_graphs in (False, True)
         if _used(comm, of_graphs)
     }
-    return [each.joined(torchs, used) for each in placed]
+    used = {each for each in used if each[0] not in torchs | _mixed(told)}
+    return [each.joined(used) for each in placed]
+
+
+def _mixed(told: Iterable[NcclRecord]) -> set[str]:
+    """Return the hashes of the communicators on which a rank called what the graphs of another
+    launched, as far as their counts show it. That is legal, and no number is alike then.
+    """
+    counts: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for each in told:
+        for comm in each.communicators if each.level != "calls" else ():
+            counts[comm.hash].add((comm.collectives, comm.replayed))
+    return {
+        comm
+        for comm, pairs in counts.items()
+        if any(a < c and b > d for a, b in pairs for c, d in pairs)
+    }
 
 
 class _Placed:
@@ -97,6 +114,7 @@ class _Placed:
         groups = [*{id(op.channel): op.channel.group for op in device}.values()]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
+        self._tells_of_graphs = log.nccl is not None and log.nccl.level != "calls"
         self._comms = [each for each in communicators if _is_sound(each) and not each.closed_ns]
         self.torchs: set[str] = set()
         """The hashes of the communicators that torch made."""
@@ -109,7 +127,8 @@ class _Placed:
                     self.torchs.add(comm.hash)
             known = {False: {0}, True: {0}}
             for op in called:
-                known[op.is_message].add(op.number)
+                if not op.captured:
+                    known[op.is_message].add(op.number)
             for index, ops in placed.items():
                 self._in_records[index] += ops
                 if _may_be_cut(ops, comm, known):
@@ -117,19 +136,19 @@ class _Placed:
             if _is_torchs(comm, groups, log.rank):
                 self.torchs.add(comm.hash)
 
-    def joined(self, torchs: Collection[str], used: Collection[tuple[str, bool]]) -> RankLog:
+    def joined(self, used: Collection[tuple[str, bool]]) -> RankLog:
         """Return the log with all that.
 
         Args:
-            torchs: the hashes of the communicators that torch made, by all ranks' records.
-            used: the hashes of those of which a rank has called a collective, each with False, and
-                of those of which a rank's graphs have launched one, with True.
+            used: the hashes of the communicators past torch of which a rank has called a
+                collective, each with False, and of those of which a rank's graphs have launched
+                one, with True.
         """
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
         for comm in self._comms:
-            for of_graphs in (False, True):
-                if comm.hash in torchs or (comm.hash, of_graphs) not in used:
+            for of_graphs in (False, True) if self._tells_of_graphs else (False,):
+                if (comm.hash, of_graphs) not in used:
                     continue
                 group = _group_of(comm, of_graphs)
                 channel = Channel(group, "cuda", runs_ahead=True, completion=BY_PLUGIN)
@@ -237,7 +256,7 @@ def _group_of(comm: NcclCommunicator, of_graphs: bool) -> ProcessGroup:
         (),
         f"{label} {_OF_GRAPHS}" if of_graphs else label,
         "nccl",
-        hand_made=HandMade(comm.rank, comm.size, f"nccl:{name}"),
+        hand_made=HandMade(comm.rank, comm.size, f"{NCCL_STORE}{name}"),
     )
 
 
@@ -249,6 +268,8 @@ def _records_of(
     """
     is_wrapped = log.issued > len(log.collectives) > 0
     since_ns = log.collectives[0].announced_ns if is_wrapped else 0
+    # an NCCL that tells of a graph only as it is captured tells nothing of kernels
+    tells = not of_graphs or any(op.is_replay and op.started_on for op in comm.ops)
     for op in comm.ops:
         is_other = op.is_replay != of_graphs or op.captured != of_graphs
         if op.is_message or is_other or op.called_ns < since_ns:
@@ -260,7 +281,8 @@ def _records_of(
             record.nccl = (op,)
             yield record
         else:
-            yield _enriched(record, [op], log.captured_ns, is_cut=False)
+            told = [op] if tells else None
+            yield _enriched(record, told, log.captured_ns, is_cut=False)
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:

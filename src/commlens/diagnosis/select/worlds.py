@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from commlens.model.collective import QUEUE, Channel, Collective, HandMade, ProcessGroup
+from commlens.model.collective import NCCL_STORE, QUEUE, Channel, Collective, HandMade, ProcessGroup
 from commlens.model.ranklog import RankLog
 from commlens.model.store_identity import StoreIdentity, identity_of
 from commlens.model.worlds import JobWorld, Outsider, Worlds
@@ -145,7 +145,9 @@ class _Groups:
     ) -> tuple[int, ...]:
         ranks = dict(known)
         missing = [member for member in range(identity.size) if member not in known]
-        world = self._world_of(identity.size, known) if missing else None
+        # all members of a communicator have come to it: one that is not known is not recorded
+        may_come = bool(missing) and not identity.store.startswith(NCCL_STORE)
+        world = self._world_of(identity.size, known) if may_come else None
         for member in missing:
             if world is not None and world.first + member not in self._waiting:
                 ranks[member], kind = world.first + member, self.presumed

@@ -158,13 +158,13 @@ def replaying(
     made = []
     for log in logs:
         ops = [op(n, start + n * 1_000_000, stopped_ns=start + S, **DONE) for n in (1, 2)]
-        ops.append(op(3, start, captured=True))
+        ops.insert(0, op(1, start, captured=True))
         count = counts[log.rank]
         for n in range(max(1, count - 63), count + 1):
             stands = standing and n == max(counts.values())
             state = DONE | ({"stopped_on": 0} if stands else {"stopped_ns": start + S})
             ops.append(op(n, start + n * 1_000_000, captured=True, is_replay=True, **state))
-        made.append(told(log, ops, called=3, finished=2, replayed=count, **more))
+        made.append(told(log, ops, called=2, finished=2, replayed=count, **more))
     return made
 
 
@@ -185,6 +185,38 @@ def test_a_rank_that_never_replayed_is_named():
 @pytest.mark.parametrize("count", [1, 300])
 def test_replays_that_have_ended_are_no_fault(count: int):
     verdict = judge(replaying(dict.fromkeys(range(4), count), {3: SLEEP}, standing=False))
+    assert not verdict.culprits and not verdict.is_fault
+
+
+def test_a_rank_that_is_told_only_of_calls_is_not_blamed_for_graphs():
+    logs = replaying({0: 9, 1: 9, 2: 9, 3: 0}, {3: SLEEP})
+    logs[3].nccl = msgspec.structs.replace(logs[3].nccl, level="calls")
+    verdict = judge(logs)
+    assert verdict.culprits == []
+    assert "member 3" in " ".join(verdict.missing_evidence)
+
+
+def test_no_rank_is_blamed_for_calls_in_place_of_launches():
+    """Rank 3 called what the others' graphs launched: their later numbers are not alike."""
+    logs = replaying({0: 9, 1: 9, 2: 9, 3: 8}, {3: SLEEP})
+    comm = logs[3].nccl.communicators[0]
+    changed = msgspec.structs.replace(comm, collectives=3)
+    logs[3].nccl = msgspec.structs.replace(logs[3].nccl, communicators=(changed,))
+    assert judge(logs).culprits == []
+
+
+def test_graphs_whose_kernels_are_never_told_of_are_no_fault():
+    """As of an NCCL that tells of a launch only as a graph is captured."""
+    logs = replaying(dict.fromkeys(range(4), 2), {})
+    for log in logs:
+        comm = log.nccl.communicators[0]
+        ops = tuple(
+            msgspec.structs.replace(each, started_on=0, stopped_on=0) if each.is_replay else each
+            for each in comm.ops
+        )
+        changed = msgspec.structs.replace(comm, ops=ops)
+        log.nccl = msgspec.structs.replace(log.nccl, communicators=(changed,))
+    verdict = judge(logs)
     assert not verdict.culprits and not verdict.is_fault
 
 
@@ -228,6 +260,14 @@ def test_a_member_without_a_record_is_out_of_sight_and_not_blamed(count: int):
     assert verdict.culprits == []
     assert "1 of 5 members of group NCCL communicator ab12" in " ".join(verdict.missing_evidence)
     assert "member 4" in " ".join(verdict.missing_evidence)
+
+
+def test_a_rank_whose_plugin_told_nothing_is_not_presumed_to_be_missing():
+    logs = hung(dict.fromkeys(range(4), 7), {3: SLEEP}, **DONE)
+    logs[3].nccl = None
+    verdict = judge(logs)
+    assert verdict.culprits == []
+    assert "member 3" in " ".join(verdict.missing_evidence)
 
 
 def kernels(

@@ -4,6 +4,7 @@ import itertools
 
 import torch.distributed as dist
 from meeting import folder
+from torch._C import _distributed_c10d as c10d
 
 import nccl_like
 
@@ -18,14 +19,14 @@ class PyNcclCommunicator:
         self._comm = nccl_like.native().communicator(store, self.rank, self.world_size)
 
     def all_reduce(self, tensor):
-        self._comm.allreduce([tensor], _on_the_stream(dist.AllreduceOptions()))
+        self._comm.allreduce([tensor], _on_the_stream(c10d.AllreduceOptions()))
         return tensor
 
     def all_gather(self, output, tensor):
-        self._comm._allgather_base(output, tensor, _on_the_stream(dist.AllgatherOptions()))
+        self._comm._allgather_base(output, tensor, _on_the_stream(c10d.AllgatherOptions()))
 
     def reduce_scatter(self, output, tensor):
-        options = _on_the_stream(dist.ReduceScatterOptions())
+        options = _on_the_stream(c10d.ReduceScatterOptions())
         self._comm._reduce_scatter_base(output, tensor, options)
 
 
