@@ -29,7 +29,7 @@ def load() -> ModuleType:
 
 
 programs = load()
-OFTEN = ("asleep_before_combine", "stands_before_replay")
+OFTEN = ("asleep_before_combine", "stands_before_replay", "device_stands_before_torch")
 """The queues have tests in ``tests/unit/diagnosis/select/test_worlds.py``.
 """
 
@@ -50,6 +50,10 @@ def test_a_report(name: str, tmp_path: Path) -> None:
     assert found.said == ("undecided" if undecided else "right"), found.output
     if name == "asleep_before_combine":
         assert "Ranks 0-2 called deep_ep: 9 to 10 calls of each are recorded." in found.output
+    if name == "device_stands_before_torch":
+        said = " ".join(found.output.split())
+        assert "its device has not started it; ranks 0,2 have started it and wait" in said
+        assert "called NCCL past torch" not in said, "a call that both tell of is one record"
 
 
 @pytest.mark.parametrize("name", [long(name) for name in programs.HEALTHY])
