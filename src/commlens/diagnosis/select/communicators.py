@@ -119,22 +119,26 @@ class _Placed:
         self.torchs: set[str] = set()
         """The hashes of the communicators that torch made."""
         for comm in self._comms:
-            placed: dict[int, list[NcclOp]] = defaultdict(list)
-            called = [op for op in comm.ops if not op.is_replay]
-            for op in called:
-                if (record := calls.record_of(op, comm, log.rank)) is not None:
-                    placed[record.index].append(op)
-                    self.torchs.add(comm.hash)
-            known = {False: {0}, True: {0}}
-            for op in called:
-                if not op.captured:
-                    known[op.is_message].add(op.number)
-            for index, ops in placed.items():
-                self._in_records[index] += ops
-                if _may_be_cut(ops, comm, known):
-                    self._cut.add(index)
+            self._place(comm, calls)
             if _is_torchs(comm, groups, log.rank):
                 self.torchs.add(comm.hash)
+
+    def _place(self, comm: NcclCommunicator, calls: _CallsByThread) -> None:
+        """Place a communicator's operations in the records of the calls that made them."""
+        placed: dict[int, list[NcclOp]] = defaultdict(list)
+        known = {False: {0}, True: {0}}
+        for op in comm.ops:
+            if op.is_replay:
+                continue
+            if (record := calls.record_of(op, comm, self._log.rank)) is not None:
+                placed[record.index].append(op)
+                self.torchs.add(comm.hash)
+            if not op.captured:
+                known[op.is_message].add(op.number)
+        for index, ops in placed.items():
+            self._in_records[index] += ops
+            if _may_be_cut(ops, comm, known):
+                self._cut.add(index)
 
     def joined(self, used: Collection[tuple[str, bool]]) -> RankLog:
         """Return the log with all that.
