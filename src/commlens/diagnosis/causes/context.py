@@ -105,7 +105,8 @@ class Context:
         """Return whether it is unknown if the last ops of these ranks have completed on their
         devices.
         """
-        return {block.how for block in self._blocks(ranks)} == {"unknown"}
+        hows = {block.how for block in self._blocks(ranks)}
+        return hows == {"unknown"} or not hows
 
     def _blocks(self, ranks: Iterable[int]) -> list[BlockedThread]:
         return [

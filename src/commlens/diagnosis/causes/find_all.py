@@ -25,6 +25,7 @@ from commlens.diagnosis.causes.missing import find_missing
 from commlens.diagnosis.causes.straggler import find_slow
 from commlens.diagnosis.causes.stuck_inside import (
     find_left_behind,
+    find_stopped,
     find_stuck_inside,
     find_undecided,
     may_be_running,
@@ -56,8 +57,9 @@ def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> C
     _find_what_blocks(context, graph.sinks())
     find_fewer(context)
     _demote_behind_groups(context.cases[:groups], context.cases[groups:])
-    if not context.cases:
-        find_motionless(context)
+    for find_still in (find_stopped, find_motionless):
+        if not context.cases:
+            find_still(context)
     demote_cut_waits(context)
     demote_refused(context)
     for find_last in (find_refused, find_ended):

@@ -18,7 +18,7 @@ from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Agree, Answer, Unknown
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair
-from commlens.model.cause import Agreement, StalledTransfer, StuckInside
+from commlens.model.cause import Agreement, Confidence, StalledTransfer, StuckInside
 from commlens.model.collective import Collective, State
 from commlens.model.nccl import NcclTransfer
 from commlens.model.ops import BARRIERS, ROOTED, WITHOUT_TENSORS
@@ -152,7 +152,7 @@ def _what_holds_up(
     is_unknown = context.completion_unknown(meeting.waiting)
     victims = meeting.blocked
     if is_unknown:
-        culprits, victims = _stand_stopped(context, meeting)
+        culprits, victims = _stand_stopped(context, meeting.views)
     else:
         culprits = _cannot_run(activities)
     runs_ahead = meeting.op.channel.runs_ahead
@@ -166,17 +166,8 @@ def _what_holds_up(
     )
     if culprits:
         doing = activities[culprits[0]]
-        return inside(
-            kind="stuck-inside",
-            why=doing.why,
-            root_cause=True,
-            culprits=culprits,
-            blamed_by="process",
-            victims=sorted(set(victims) - set(culprits)),
-            confidence="medium" if is_unknown else "high",
-            state="held-up",
-            activity=doing_of(doing),
-        ), doing
+        inside = partial(inside, victims=sorted(set(victims) - set(culprits)))
+        return _held_up(inside, doing, culprits, "medium" if is_unknown else "high"), doing
     if is_unknown:
         return inside(
             kind="waiting",
@@ -199,20 +190,68 @@ def _what_holds_up(
     return _no_progress(inside, context, meeting), None
 
 
+def _held_up(
+    inside: partial[StuckInside], doing: Activity, culprits: list[int], confidence: Confidence
+) -> StuckInside:
+    return inside(
+        kind="stuck-inside",
+        why=doing.why,
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="process",
+        confidence=confidence,
+        state="held-up",
+        activity=doing_of(doing),
+    )
+
+
 def _cannot_run(activities: Mapping[int, Activity]) -> list[int]:
     return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
 
 
-def _stand_stopped(context: Context, meeting: EnteredOp) -> tuple[list[int], list[int]]:
+def find_stopped(context: Context) -> None:
+    """Find a rank that stays stopped while all others stand in messages, one of them with it,
+    where nothing tells whether these are complete: then no rank counts as blocked.
+    """
+    views = list(context.job.views.values())
+    culprits, victims = _stand_stopped(context, views)
+    by = context.job.views[culprits[0]] if culprits else None
+    if (
+        by is None
+        or by.last_op is None
+        or not len(culprits) + len(victims) == len(views) == context.job.size
+        or not any(peer in culprits for rank in victims for peer in _peers(context.job.views[rank]))
+    ):
+        return
+    op, doing = by.last_op, context.doing(by)
+    instance = Instance(op.channel.key, op.sequence_number)
+    meeting = EnteredOp(instance, op, views, [], victims, victims)
+    inside = partial(StuckInside, victims=victims, ranks=sorted(context.job.views), waits=[])
+    cause = _held_up(inside, doing, culprits, "medium")
+    context.cases.append(
+        StuckCase(cause, op, op.source, blocked=victims, meeting=meeting, doing=doing)
+    )
+
+
+def _peers(view: RankView) -> set[int | None]:
+    """Return the other ranks of the message, or of the batch of messages, of unknown state."""
+    last = view.unknown_message
+    batch = last.coalescing_id if last is not None else 0
+    return {
+        op.peer for op in view.history if op is last or (batch and op.coalescing_id == batch)
+    }
+
+
+def _stand_stopped(context: Context, views: list[RankView]) -> tuple[list[int], list[int]]:
     """Return the ranks that are stopped and hold others up, and these others.
 
     A rank counts if it has been stopped for at least half of the time for which the others have
     stood still: a short stop in a long step says nothing. One that was stopped only after they had
     stood for the stall timeout is itself a victim, which a person examines.
     """
-    stopped = {view.rank: ns for view in meeting.views if (ns := _stopped_ns(view))}
-    others = {view.rank: view for view in meeting.views if view.rank not in stopped}
-    stood = {rank: ns for rank, view in others.items() if (ns := _stood_ns(view))}
+    stopped = {view.rank: ns for view in views if (ns := _stopped_ns(view))}
+    others = (view for view in views if view.rank not in stopped)
+    stood = {view.rank: ns for view in others if (ns := _stood_ns(view))}
     longest_ns = max(stood.values(), default=0)
     least_ns = max(_STOP_STANDS_NS, longest_ns // 2, longest_ns - context.job.stall_timeout_ns)
     culprits = [rank for rank, ns in stopped.items() if stood and ns >= least_ns]

@@ -77,27 +77,62 @@ def test_a_rank_that_stays_stopped_decides_where_completion_is_unknown() -> None
     assert judge(logs).culprits == [], "a debugger looks at a victim"
 
 
-def test_a_rank_that_stays_stopped_decides_where_others_stand_in_messages() -> None:
-    """Their collective completed; what they do since then needs the stopped rank."""
-    logs = completion_unknown("hooks")
-    stop(logs[1], 29.0)
+def then_in_messages(logs: list[RankLog], peers: dict[int, int]) -> list[RankLog]:
+    """Let ranks complete the collective and issue a recv of which nothing tells whether it is."""
     for log in logs:
-        if log.rank != 1:
-            last = log.collectives[-1]
-            last.state, last.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
+        if log.rank in peers:
+            complete(log)
             args = CollectiveArgs("recv", "recv_")
             message = msgspec.structs.replace(
-                last, index=12, peer=1, args=args, state=State.UNKNOWN,
-                learned_how=LearnedHow.UNKNOWN,
+                log.collectives[-1], index=12, peer=peers[log.rank], args=args,
+                state=State.UNKNOWN, learned_how=LearnedHow.UNKNOWN,
             )  # fmt: skip
             log.collectives.append(message)
-    verdict = judge(logs)
+    return logs
+
+
+def complete(log: RankLog) -> None:
+    last = log.collectives[-1]
+    last.state, last.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_rank_that_stays_stopped_decides_where_others_stand_in_messages(
+    *, completed: bool
+) -> None:
+    """Their collective completed; what they do since then needs the stopped rank, whether or not
+    that is known of its own collective.
+    """
+    logs = completion_unknown("hooks")
+    stop(logs[1], 29.0)
+    if completed:
+        complete(logs[1])
+    verdict = judge(then_in_messages(logs, {0: 1, 2: 0, 3: 2}))
     assert (verdict.why, verdict.culprits, verdict.victims) == ("stopped", [1], [0, 2, 3])
+    assert verdict.confidence == "medium"
     for log in logs:
         if log.rank != 1:
             log.collectives.pop()
     verdict = judge(logs)
     assert verdict.culprits == [], "the others may compute, and not need it yet"
+
+
+@pytest.mark.parametrize(
+    ("peers", "seconds"),
+    [
+        ({0: 2, 2: 3, 3: 0}, 29.0),  # no message is with the stopped rank
+        ({0: 1, 2: 0}, 29.0),  # rank 3 may compute
+        ({0: 1, 2: 0, 3: 2}, 9.0),  # it was not stopped for most of their wait
+    ],
+)
+def test_a_stopped_rank_that_others_may_not_need_is_not_named(
+    peers: dict[int, int], seconds: float
+) -> None:
+    logs = completion_unknown("hooks")
+    stop(logs[1], seconds)
+    for log in logs:
+        complete(log)
+    assert judge(then_in_messages(logs, peers)).culprits == []
 
 
 @pytest.mark.parametrize(
