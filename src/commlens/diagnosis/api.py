@@ -92,7 +92,7 @@ def examine_paths(
             unread=foreign.unread,
             health=health,
             inventory=inventory,
-            observed=observed or {},
+            observed={**evidence.cores, **(observed or {})},
         )
         verdict = examined.verdict
         # A log may hold no record and still tell the fault.
@@ -100,6 +100,8 @@ def examine_paths(
             raise EvidenceError(_nothing_readable(files.paths, verdict.missing_evidence))
         return examined
     if not evidence.logs:
+        if evidence.cores:
+            problems.append("Core files hold stacks alone: name the job's dumps, too.")
         raise EvidenceError(_nothing_readable(files.paths, problems))
     examined = examine_logs(
         evidence.logs,

@@ -73,6 +73,7 @@ BLACK_BOX: Final = Kind("black box")
 OBSERVED: Final = Kind("observations of a job's processes")
 DUMP_MARKER: Final = Kind("marker of a dump folder")
 REPORT: Final = Kind("verdict beside a dump")
+CORE: Final = Kind("core file")
 FLIGHT_RECORDER_PICKLE: Final = Kind("Flight Recorder pickle", _read_pickle)
 FLIGHT_RECORDER_JSON: Final = Kind("Flight Recorder JSON", _read_json)
 TEXT: Final = Kind("text log", _read_text)
@@ -100,6 +101,8 @@ def detect_kind(head: bytes) -> Kind | None:
     """
     if head.startswith(MAGIC) or is_packed(head):
         return BLACK_BOX
+    if head.startswith(b"\x7fELF") and head[16:18] == b"\x04\0":
+        return CORE
     if _PICKLE.match(head):
         return FLIGHT_RECORDER_PICKLE
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -21,7 +21,8 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.packed import is_packed, is_partial
 from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, read_copy
 from commlens.dumps.clocks import correct_clocks
-from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
+from commlens.dumps.cores import Core, add_cores, read_core
+from commlens.dumps.detect import CORE, OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
 from commlens.errors import CommlensError, FormatError
@@ -46,6 +47,8 @@ class JobLogs:
     # jobs whose boxes were found too and are left out
     other_jobs: list[str] = field(default_factory=list)
     unread: int = 0  # black boxes that could not be read
+    # by rank, the stacks in core files of processes without a log
+    cores: dict[int, Observation] = field(default_factory=dict)
 
 
 @dataclass
@@ -110,7 +113,7 @@ def read_own_files(
 
     ``problems`` is extended by sentences about unreadable files, and becomes the result's.
     """
-    boxes, observed, unread = _read_files(files, problems)
+    boxes, observed, cores, unread = _read_files(files, problems)
     _name_as_dumped(boxes, observed)
     by_job = grouped((box.log.job, box) for box in boxes)
     chosen = _choose_job(boxes, observed) if job is None else job
@@ -128,26 +131,29 @@ def read_own_files(
         of_job = [one for one in observed if one.job == name]
         logs += _logs_of_job(name, by_job.get(name, []), of_job, problems)
     problems += correct_clocks(logs)
-    return JobLogs(logs, problems, chosen, others, unread)
+    return JobLogs(logs, problems, chosen, others, unread, add_cores(logs, cores, problems))
 
 
 def _read_files(
     files: Iterable[tuple[Source, Kind]], problems: list[str]
-) -> tuple[list[_Box], list[_Observed], int]:
+) -> tuple[list[_Box], list[_Observed], list[tuple[str, Core]], int]:
     """Return what can be read, and the number of boxes that cannot."""
     boxes: list[_Box] = []
     observed: list[_Observed] = []
+    cores: list[tuple[str, Core]] = []
     unread = 0
     for source, kind in files:
         try:
             if kind is OBSERVED:
                 observed.append(_read_observed(source, problems))
+            elif kind is CORE:
+                cores.append((source.name, read_core(source)))
             else:
                 boxes.append(_read_box(source))
         except FormatError as error:
             problems.append(str(error))
-            unread += kind is not OBSERVED
-    return boxes, observed, unread
+            unread += kind not in (OBSERVED, CORE)
+    return boxes, observed, cores, unread
 
 
 def _left_out_jobs(

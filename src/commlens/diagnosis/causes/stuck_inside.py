@@ -237,9 +237,7 @@ def _peers(view: RankView) -> set[int | None]:
     """Return the other ranks of the message, or of the batch of messages, of unknown state."""
     last = view.unknown_message
     batch = last.coalescing_id if last is not None else 0
-    return {
-        op.peer for op in view.history if op is last or (batch and op.coalescing_id == batch)
-    }
+    return {op.peer for op in view.history if op is last or (batch and op.coalescing_id == batch)}
 
 
 def _stand_stopped(context: Context, views: list[RankView]) -> tuple[list[int], list[int]]:
