@@ -16,13 +16,24 @@ inline py::bytes stack_key() {
   return {reinterpret_cast<const char*>(key.data()), key.size() * sizeof(uint64_t)};
 }
 
+// The object that a frame refers to. From Python 3.14 the lowest two bits of a reference tell who counts it; both are set where it is a
+// number and no object.
+#if PY_VERSION_HEX >= 0x030E0000
+inline PyObject* object_of(_PyStackRef reference) {
+  constexpr uintptr_t tag = 3;
+  return (reference.bits & tag) == tag ? nullptr : reinterpret_cast<PyObject*>(reference.bits & ~tag);
+}
+#else
+inline PyObject* object_of(PyObject* reference) { return reference; }
+#endif
+
 // The value of a local variable of a frame that runs `code`; None if it has none. A variable that an inner function uses is in a cell.
 inline PyObject* local_value(const _PyInterpreterFrame* frame, PyCodeObject* code, PyObject* name) {
   PyObject* names = code->co_localsplusnames;
   const Py_ssize_t count = PyTuple_GET_SIZE(names);
   Py_ssize_t at = 0;
   while (at < count && PyTuple_GET_ITEM(names, at) != name) ++at;  // both are interned
-  PyObject* value = at < count ? frame->localsplus[at] : nullptr;
+  PyObject* value = at < count ? object_of(frame->localsplus[at]) : nullptr;
   if (value && PyCell_Check(value)) value = PyCell_GET(value);
   return Py_NewRef(value ? value : Py_None);
 }
@@ -32,7 +43,7 @@ inline PyObject* local_values(PyObject* code, PyObject* names) {
   PyThreadState* thread = PyThreadState_Get();
 #if PY_VERSION_HEX >= 0x030D0000
   const _PyInterpreterFrame* frame = thread->current_frame;
-  while (frame && frame->f_executable != code) frame = frame->previous;
+  while (frame && object_of(frame->f_executable) != code) frame = frame->previous;
 #else
   const _PyInterpreterFrame* frame = thread->cframe->current_frame;
   while (frame && reinterpret_cast<PyObject*>(frame->f_code) != code) frame = frame->previous;

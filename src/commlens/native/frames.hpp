@@ -6,14 +6,19 @@
 
 #include "words.hpp"
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && __has_include("internal/pycore_frame.h")
+#if PY_VERSION_HEX >= 0x030E0000
+#define COMMLENS_FRAME_HEADER "internal/pycore_interpframe_structs.h"
+#else
+#define COMMLENS_FRAME_HEADER "internal/pycore_frame.h"
+#endif
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030F0000 && __has_include(COMMLENS_FRAME_HEADER)
 #define COMMLENS_FRAMES 1
 #ifndef Py_BUILD_CORE
 #define Py_BUILD_CORE
-#include "internal/pycore_frame.h"
+#include COMMLENS_FRAME_HEADER
 #undef Py_BUILD_CORE
 #else
-#include "internal/pycore_frame.h"
+#include COMMLENS_FRAME_HEADER
 #endif
 #elif PY_VERSION_HEX < 0x030B0000
 #include <frameobject.h>
