@@ -39,7 +39,7 @@ def main():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    os.write(1, (f"argv {sys.argv} {__name__} {os.path.basename(sys.modules['__main__'].__file__)}" + chr(10)).encode())
+    os.write(1, (f"argv {sys.argv} {__name__} {os.path.basename(sys.modules['__main__'].__file__)} {sys.modules['__main__'].__annotations__}" + chr(10)).encode())
     if how == "die" and dist.get_rank() == 1:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +49,7 @@ def main():
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    main()
+    STEPS: int = 4; main()
 """
 
 
@@ -162,7 +162,8 @@ def test_the_script_is_itself(traced):
     _, done = traced
     assert (
         done.stdout.splitlines()
-        == ["argv ['train.py', 'well', '--steps', 'x'] __main__ train.py"] * 2
+        == ["argv ['train.py', 'well', '--steps', 'x'] __main__ train.py {'STEPS': <class 'int'>}"]
+        * 2
     )
 
 
@@ -196,7 +197,9 @@ def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_pa
         expect=1,
     )
     assert time.monotonic() - began < 60
-    assert done.stdout.splitlines() == ["argv ['train.py', 'die', '--trace'] __main__ train.py"] * 2
+    assert done.stdout.splitlines() == (
+        ["argv ['train.py', 'die', '--trace'] __main__ train.py {'STEPS': <class 'int'>}"] * 2
+    )
     assert [path.name for path in tmp_path.joinpath("traces").iterdir()] == ["trace-rank0.json"]
     data = load(tmp_path / "traces" / "trace-rank0.json")
     assert {event.get("step", 0) for event in data["events"]} == {1, 2}

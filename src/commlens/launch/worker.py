@@ -184,7 +184,9 @@ def _run_script(program: Sequence[str]) -> None:
     main.__file__ = file
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
     namespace: dict[str, Any] = main.__dict__
-    namespace.update(__builtins__=builtins, __cached__=None, __annotations__={})
+    namespace.update(__builtins__=builtins, __cached__=None)
+    if sys.version_info < (3, 14):  # from then on it would hide the module's own annotations
+        namespace["__annotations__"] = {}
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec", dont_inherit=True), namespace)
 
