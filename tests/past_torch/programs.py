@@ -14,6 +14,7 @@ from pathlib import Path
 import ray  # noqa: F401 - the adapter asks it for the job
 import torch
 import torch.distributed as dist
+import torchcomms
 from deep_ep import Buffer, ElasticBuffer
 from meeting import Meeting
 from ray.util.collective.collective_group.nccl_collective_group import BroadcastOptions, NCCLGroup
@@ -419,7 +420,27 @@ def caught_in_the_worker():
             kernel.custom_all_reduce(torch.ones(64))
 
 
+def communicator_left_out():
+    """A rank leaves out an all-reduce of a communicator of torchcomms."""
+    comm = torchcomms.new_comm("gloo", "cpu", RANK, SIZE, "dp")
+    for step in range(8):
+        if RANK == 1 and step == 5:
+            stay()
+        comm.all_reduce(torch.ones(64), "sum", False)
+
+
 # --- healthy programs: no word
+
+
+def healthy_communicators():
+    """Two communicators of torchcomms, and torch's default group."""
+    comm = torchcomms.new_comm("gloo", "cpu", RANK, SIZE, "dp")
+    other = torchcomms.new_comm("gloo", "cpu", RANK, SIZE, "tp")
+    for step in range(12):
+        comm.all_reduce(torch.ones(64), "sum", False)
+        dist.all_reduce(torch.ones(2))
+        other.broadcast(torch.ones(8), step % SIZE, False)
+    other.barrier(False)
 
 
 def healthy_experts():

@@ -64,6 +64,7 @@ REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "groups_in_other_order": ("verl#7262", (1,)),
     "driver_dies": ("vllm#53157", (0,)),
     "caught_in_the_worker": ("vllm#7145", (1,)),
+    "communicator_left_out": ("none: torchcomms used directly", (1,)),
 }
 """By program: the public report whose fault it has, as far as the report tells it, and the ranks at
 fault; none: nobody is to be named.
@@ -91,6 +92,7 @@ HEALTHY = (
     "healthy_sub_groups",
     "healthy_made_again",
     "healthy_overlap",
+    "healthy_communicators",
 )
 
 NCCL_REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {

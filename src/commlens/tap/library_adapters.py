@@ -131,6 +131,54 @@ _RAY: Final = {
     "recv": (_ray("recv", "recv_options"), ("tensors", "recv_options")),
 }
 
+# --- torchcomms used directly: c10d's calls to it pass its methods in C++, and torch's dispatcher
+
+
+def _torchcomms_group(comm: Any) -> LibraryGroup:
+    """A communicator by its name, which all its ranks give."""
+    made = count_made(comm.get_rank(), comm.get_size(), f"torchcomms/{comm.get_name()}")
+    return LibraryGroup("torchcomms", made=made)
+
+
+def _torchcomms(op: str, tensor: str = "") -> Describe:
+    def describe(comm: Any, given: Given) -> LibraryCall | None:
+        return LibraryCall(
+            group_of(comm, "torchcomms", lambda: _torchcomms_group(comm)),
+            op,
+            given.get(tensor),
+            root=given.get("root", -1),
+            peer=given["dst"] if "dst" in given else given.get("src", -1),
+            # other backends only enqueue it on a device
+            waits=op == "split" or (comm.get_backend() == "gloo" and not given["async_op"]),
+        )
+
+    return describe
+
+
+_TORCHCOMMS: Final = {
+    "all_reduce": ("tensor", "async_op"),
+    "broadcast": ("tensor", "root", "async_op"),
+    "reduce": ("tensor", "root", "async_op"),
+    "all_gather": ("tensor", "async_op"),
+    "all_gather_single": ("input", "async_op"),
+    "reduce_scatter": ("output", "async_op"),
+    "reduce_scatter_single": ("input", "async_op"),
+    "all_to_all_single": ("input", "async_op"),
+    "scatter": ("output_tensor", "root", "async_op"),
+    "gather": ("input_tensor", "root", "async_op"),
+    "gather_single": ("input", "root", "async_op"),
+    "send": ("tensor", "dst", "async_op"),
+    "recv": ("tensor", "src", "async_op"),
+    # the ranks' sizes may differ
+    "all_gather_v": ("", "async_op"),
+    "reduce_scatter_v": ("", "async_op"),
+    "all_to_all_v_single": ("", "async_op"),
+    "all_to_all": ("", "async_op"),
+    "barrier": ("", "async_op"),
+    "split": ("", "ranks"),
+}
+"""The tensor and the other parameters of each method."""
+
 # --- torch's symmetric memory, and its windows from 2.15 on
 
 
@@ -245,6 +293,15 @@ ADAPTERS: Final = [
         "sglang", "custom_all_reduce_v2", "CustomAllReduceV2", "custom_all_reduce", read="input"
     ),
     Adapter("ray", "ray.util.collective.collective_group.nccl_collective_group", "NCCLGroup", _RAY),
+    Adapter(
+        "torchcomms",
+        "torchcomms",
+        "TorchComm",
+        {
+            name: (_torchcomms(name, parameters[0]), tuple(filter(None, parameters)))
+            for name, parameters in _TORCHCOMMS.items()
+        },
+    ),
     *(Adapter(*where, calls) for where, calls in _OF_TORCH.items()),
     Adapter(
         "nvshmem4py",

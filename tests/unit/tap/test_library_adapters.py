@@ -182,6 +182,45 @@ def test_messages_of_ray_are_counted_by_peer(calls: list[tuple[LibraryCall, int,
     assert [(call.peer, number) for call, number, _ in calls] == [(1, 1), (2, 1), (1, 2)]
 
 
+def test_torchcomms(calls: list[tuple[LibraryCall, int, str]]) -> None:
+    torchcomms = importlib.import_module("torchcomms")
+    comm, value = torchcomms.new_comm("gloo", "cpu", 0, 1, "dp"), torch.ones(4)
+    comm.broadcast(value, 0, async_op=True)
+    comm.all_reduce(value, "sum", False)
+    comm.barrier(async_op=False)
+    assert ops(calls) == [
+        ("broadcast", 1, "torchcomms.TorchComm.broadcast"),
+        ("all_reduce", 2, "torchcomms.TorchComm.all_reduce"),
+        ("barrier", 3, "torchcomms.TorchComm.barrier"),
+    ]
+    made = calls[0][0].group.made
+    assert made is not None
+    assert (made.member, made.size, made.store, made.ordinal) == (0, 1, "torchcomms/dp", 0)
+    assert [call.root for call, *_ in calls] == [0, -1, -1]
+    assert [call.waits for call, *_ in calls] == [False, True, True]
+    assert [call.tensor is value for call, *_ in calls] == [True, True, False]
+    with pytest.raises(TypeError, match="incompatible"):
+        comm.all_reduce(None, "sum", False)
+    comm.barrier(False)
+    assert calls[-1][1] == 0, "nothing tells whether the call that raised has communicated"
+
+
+def test_messages_of_torchcomms_are_counted_by_peer(
+    calls: list[tuple[LibraryCall, int, str]],
+) -> None:
+    comm = importlib.import_module("torchcomms").new_comm("gloo", "cpu", 0, 3, "pairs")
+    comm._pair = lambda *_: SimpleNamespace(meet=lambda: None)
+    for peer in (1, 2, 1):
+        comm.send(torch.ones(1), peer, False)
+    comm.recv(torch.ones(1), src=1, async_op=False)
+    assert [(call.op, call.peer, number) for call, number, _ in calls] == [
+        ("send", 1, 1),
+        ("send", 2, 1),
+        ("send", 1, 2),
+        ("recv", 1, 1),
+    ]
+
+
 def test_nvshmem(calls: list[tuple[LibraryCall, int, str]]) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RANK", "0")
