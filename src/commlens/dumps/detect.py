@@ -78,6 +78,12 @@ FLIGHT_RECORDER_PICKLE: Final = Kind("Flight Recorder pickle", _read_pickle)
 FLIGHT_RECORDER_JSON: Final = Kind("Flight Recorder JSON", _read_json)
 TEXT: Final = Kind("text log", _read_text)
 
+_KINDS_BY_SCHEMA: Final = (
+    (b'"commlens.observed/', OBSERVED),
+    (b'"commlens.dump/', DUMP_MARKER),
+    (b'"commlens.verdict/', REPORT),
+)
+_CORE: Final = re.compile(rb"\x7fELF.{12}\x04\0", re.DOTALL)
 _PICKLE: Final = re.compile(rb"\x80[\x02-\x05]|\}q\x00\(|\(dp0\n")
 _FLIGHT_RECORDER_KEYS: Final = re.compile(
     rb'"(pg_config|pg_status|comm_lib_version|nccl_version|collective_seq_id|nccl_comm_state)"\s*:'
@@ -101,18 +107,15 @@ def detect_kind(head: bytes) -> Kind | None:
     """
     if head.startswith(MAGIC) or is_packed(head):
         return BLACK_BOX
-    if head.startswith(b"\x7fELF") and head[16:18] == b"\x04\0":
+    if _CORE.match(head):
         return CORE
     if _PICKLE.match(head):
         return FLIGHT_RECORDER_PICKLE
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"{"):
-        if b'"commlens.observed/' in head:
-            return OBSERVED
-        if b'"commlens.dump/' in head:
-            return DUMP_MARKER
-        if b'"commlens.verdict/' in head:
-            return REPORT
+        for schema, kind in _KINDS_BY_SCHEMA:
+            if schema in head:
+                return kind
         if b'"commlens.' in head[:200]:
             return None  # a trace or another report
         if _FLIGHT_RECORDER_KEYS.search(head) or _FLIGHT_RECORDER_ENTRIES.search(head):
