@@ -73,10 +73,14 @@ def functional(t, mesh):
     (fc.all_gather_tensor(t, 0, (mesh, 1)) + 1)
 
 def ddp():
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        time.sleep(0.2 * rank)
+        loss.backward()
+        time.sleep(0.2 * (1 - rank))
         optimizer.step()
 
 def in_a_thread(t, group):
@@ -232,6 +236,22 @@ def test_how_completion_was_learned(every_kind: list[RankLog]) -> None:
         c.announced_ns <= c.returned_ns <= c.wait_began_ns <= c.wait_ended_ns for c in waited
     )
     assert all(c.wait_thread == c.issue_thread for c in waited)
+
+
+def test_how_long_ddp_waits_in_cpp(every_kind: list[RankLog]) -> None:
+    """Rank 1 is late in the backward pass, and rank 0 after it, before it broadcasts the
+    buffers.
+    """
+    for rank, expected in ((0, {"all_reduce"}), (1, {"broadcast"})):
+        ops = [
+            c
+            for c in every_kind[rank].collectives
+            if c.source is not None and c.source.function == "ddp" and c.step == 2
+        ]
+        assert all(c.announced_ns <= c.wait_began_ns <= c.wait_ended_ns for c in ops)
+        assert all(c.state is State.COMPLETED for c in ops)
+        long = {c.op for c in ops if c.wait_ended_ns - c.wait_began_ns > 100_000_000}
+        assert long == expected
 
 
 def test_durations_where_timing_is_on_and_the_end_was_seen(every_kind: list[RankLog]) -> None:

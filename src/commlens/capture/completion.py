@@ -8,9 +8,10 @@ import collections
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from commlens.blackbox import layout as L
@@ -30,6 +31,7 @@ _monotonic = time.monotonic_ns
 # as they are before torch_patches notes that a program calls them
 _is_completed = Work.is_completed
 _get_future = Work.get_future
+_current_pass = torch._C._current_graph_task_id  # -1: none
 
 
 class CompletionTracker:
@@ -45,6 +47,8 @@ class CompletionTracker:
         # by record index: in flight, its Work held by a weak reference only
         self.weakly_held: dict[int, Token] = {}
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
+        # by thread: what C++ may wait for
+        self.issued_for_cpp: dict[int, list[Token]] = defaultdict(list)
         self.device_queues = DeviceQueues(self, timing=timing)
         self.graphs = Graphs(writer)
         self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
@@ -102,6 +106,9 @@ class CompletionTracker:
         in_flight[work] = token
         for pointer in token.pointers:
             self.by_pointer[pointer] = token
+        task = _current_pass()
+        if (task >= 0 or current.in_cpp_since) and not token.args.wait_only:
+            self._follow_cpp(token, task)
 
     def _evict(self, work: Any, token: Token) -> None:
         """Drop the oldest Work when too many are held: its state cannot be learned any more, unless
@@ -290,6 +297,56 @@ class CompletionTracker:
         """Return how many Works of asynchronous calls were never waited for, by stack."""
         return self.unwaited.found()
 
+    # --- C++ waits: DDP's reducer at the end of a backward pass, and its broadcast of buffers
+    #
+    # The engine runs final callbacks in the order in which they were queued. Ours is queued with
+    # the pass's first collective and the reducer's with its last one, so ours runs just before the
+    # reducer waits; there it queues another one, which runs just after.
+
+    def _follow_cpp(self, token: Token, task: int) -> None:
+        issued = self.issued_for_cpp[token.thread]
+        issued.append(token)
+        del issued[:-_HELD_LIMIT]
+        if task < 0 or task == current.followed_pass:
+            return
+        current.followed_pass = task
+        engine: Any = torch.autograd.Variable._execution_engine
+
+        def begins() -> None:
+            current.followed_pass = -1
+            began = _monotonic()
+            engine.queue_callback(lambda: self.waited_in_cpp(began))
+
+        engine.queue_callback(begins)
+
+    def cpp_waits(self) -> None:
+        """Note that this thread enters a call that waits for the collectives that it issues."""
+        current.in_cpp_since = _monotonic()
+
+    def waited_in_cpp(self, began: int = 0) -> None:
+        """Note that this thread has waited in C++ since a moment, or since it entered such a call:
+        what it issued and is complete was waited for, unless Python did so.
+        """
+        began, current.in_cpp_since, now = began or current.in_cpp_since, 0, _monotonic()
+        try:
+            held = {token.index: work for work, token in list(self.in_flight.items())}
+            left = []
+            for token in self.issued_for_cpp.pop(current.id, ()):
+                work = held.get(token.index)
+                if work is not None and not _is_over(work):
+                    left.append(token)
+                elif not token.waiting:
+                    if work is not None:
+                        self._completed(work, token, L.HOW_POLL)
+                    self.writer.mark(token.offset, L.WAIT_ENDED, token.index, now)
+                    self.writer.mark(
+                        token.offset, L.WAIT_BEGAN, token.index, max(began, token.since)
+                    )
+            if left:
+                self.issued_for_cpp[current.id] = left
+        except Exception as error:
+            self._failed(error)
+
     # --- polling, from the watchdog thread
 
     def sweep(self) -> Token | None:
@@ -370,6 +427,16 @@ class CompletionTracker:
 
 def _older(oldest: Token | None, token: Token) -> Token:
     return token if oldest is None or token.index < oldest.index else oldest
+
+
+def _is_over(work: Any) -> bool:
+    """Return whether a Work is complete, also if a thread that waits for its future has learned so
+    just before the Work says it.
+    """
+    try:
+        return bool(_is_completed(work) or _get_future(work).done())
+    except Exception:  # it has no future to ask
+        return False
 
 
 def error_of(work: Any) -> Exception | None:

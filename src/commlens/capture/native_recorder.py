@@ -319,6 +319,14 @@ class NativeRecorder(Recorder):
                 token.result = native.result
             self.device_queues.add(token)
 
+    def cpp_waits(self) -> None:
+        """Note that this thread enters a call that waits in C++ for the collectives it issues."""
+        self.engine.cpp_waits()
+
+    def waited_in_cpp(self, began: int = 0) -> None:
+        """Note that this call has returned."""
+        self.engine.waited_in_cpp()
+
     def held(self) -> int:
         """Return how many Works are held and outputs remembered."""
         return int(self.engine.held())

@@ -84,6 +84,14 @@ class Box {
     word(offset + OUTCOME, thread << 32 | OUTCOME_COMPLETED << 24 | HOW_WAIT << 16 | (index & TAG_MASK));
   }
 
+  // A thread waited for it where nothing noted it, unless it is noted already.
+  void waited(uint64_t offset, uint64_t index, uint64_t began, uint64_t ended) {
+    const uint64_t noted = observe(word_at(map_, offset + WAIT_BEGAN));
+    if (noted && (noted & TAG_MASK) == (index & TAG_MASK)) return;
+    mark(offset, WAIT_ENDED, index, ended);
+    mark(offset, WAIT_BEGAN, index, began);
+  }
+
   // Appends a blob to the side table and returns its position; 0 if it is too large.
   uint64_t append(std::string_view payload) {
     if (payload.size() > BLOB_MAX) return 0;

@@ -244,6 +244,8 @@ PYBIND11_MODULE(commlens_native, module) {
         const c10d::Work* waited = work.is_none() ? nullptr : work.cast<c10d::Work*>();
         self.hot().completion.wait_ended(token, error.is_none() ? nullptr : &error, waited);
       })
+      .def("cpp_waits", [](Engine& self) { self.hot().completion.cpp_waits(); })
+      .def("waited_in_cpp", [](Engine& self) { self.hot().completion.waited_in_cpp(); })
       .def("coalescing_starts", [](Engine& self) { self.hot().coalesced_groups.start(); })
       .def("coalescing_ends", [](Engine& self) -> py::object {
         auto group = self.hot().coalesced_groups.take(this_thread());

@@ -1,7 +1,10 @@
 // How the recorder learns that a collective is done: its call returns, a thread waits for it, or polling finds it complete.
 #pragma once
 
+#include <torch/csrc/autograd/engine.h>
+
 #include <deque>
+#include <functional>
 #include <mutex>
 
 #include "box.hpp"
@@ -103,6 +106,39 @@ class Completion {
     }
   }
 
+  // --- C++ waits: DDP's reducer at the end of a backward pass, and its broadcast of buffers
+  //
+  // The engine runs final callbacks in the order in which they were queued. Ours is queued with the pass's first collective and the
+  // reducer's with its last one, so ours runs just before the reducer waits; there it queues another one, which runs just after.
+
+  // This thread enters a call that waits for the collectives that it issues.
+  void cpp_waits() { cpp_since() = now_ns(); }
+
+  // The thread has waited since then. What it issued and is complete was waited for, unless Python did so.
+  void waited_in_cpp(uint64_t began) {
+    cpp_since() = 0;
+    std::vector<Issued> all, own;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      all.swap(issued_for_cpp_);
+      for (auto& each : all) (each.thread == this_thread() ? own : issued_for_cpp_).push_back(std::move(each));
+    }
+    all.clear();
+    for (auto& each : own) {
+      const TokenPtr token = each.token.lock();
+      if (token && !is_over(*token)) {
+        all.push_back(std::move(each));
+        continue;
+      }
+      if (token) completed(token);
+      box_.waited(each.offset, each.index, std::max(began, each.since), now_ns());
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& each : all)
+      if (issued_for_cpp_.size() < ISSUED_MAX) issued_for_cpp_.push_back(std::move(each));
+  }
+  void waited_in_cpp() { waited_in_cpp(cpp_since()); }
+
   // --- polling, from the watchdog thread, with the GIL
 
   // Polls the collectives in flight and returns the oldest one that is not done. A Work that cannot say whether it is done is held
@@ -147,7 +183,9 @@ class Completion {
   }
 
  private:
+  static constexpr int NO_PASS = -1;
   static constexpr uint64_t HOLD_WEAKLY_AFTER_NS = 200000000;
+  static constexpr size_t ISSUED_MAX = 512;
   static constexpr size_t ENQUEUED_MAX = 16384;  // between two looks of the watchdog thread
 
   // Leaves it to the backend's completion hook, or to torch's recorder, to tell when the device is done: no Work is held, since it would
@@ -269,10 +307,59 @@ class Completion {
       else if (full)
         evict(oldest);
     }
+    const int pass = torch::autograd::get_current_graph_task_id();
+    const bool for_cpp = (pass != NO_PASS || cpp_since()) && !token->args->wait_only;
     std::vector<TokenPtr> dropped;
-    std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.hold(token, dropped);
-    update_count();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      in_flight_.hold(token, dropped);
+      update_count();
+      if (for_cpp && issued_for_cpp_.size() < ISSUED_MAX) issued_for_cpp_.push_back({token, token->index, token->offset, token->since, token->thread});
+    }
+    if (for_cpp && pass != NO_PASS && pass != queued_pass()) follow(pass);
+  }
+
+  struct Issued {  // it keeps no Work alive
+    std::weak_ptr<Token> token;
+    uint64_t index, offset, since;
+    uint32_t thread;
+  };
+
+  static uint64_t& cpp_since() {  // when this thread entered such a call; 0: it is in none
+    thread_local uint64_t since = 0;
+    return since;
+  }
+
+  static int& queued_pass() {  // the pass in which this thread has queued our callback
+    thread_local int pass = NO_PASS;
+    return pass;
+  }
+
+  void follow(int pass) {
+    queued_pass() = pass;
+    torch::autograd::Engine::get_default_engine().queue_callback([this] {
+      // The engine may move this callback when another one is queued: nothing of it is used after that.
+      queued_pass() = NO_PASS;
+      const uint64_t began = now_ns();
+      torch::autograd::Engine::get_default_engine().queue_callback([this, began] {
+        try {
+          waited_in_cpp(began);
+        } catch (const std::exception& error) {
+          host_.failed(error.what());
+        }
+      });
+    });
+  }
+
+  // Whether it is complete, also if a thread that waits for its future has learned so just before the Work says it.
+  static bool is_over(const Token& token) {
+    if (!token.work || token.work->isCompleted()) return true;
+    try {
+      const auto future = token.work->getFuture();
+      return future && future->completed();
+    } catch (const std::exception&) {  // it has no future to ask
+      return false;
+    }
   }
 
   static bool is_completed(const TokenPtr& token) { return token->work->isCompleted(); }
@@ -373,6 +460,7 @@ class Completion {
   // the lock.
   std::mutex mutex_;
   InFlight in_flight_;
+  std::vector<Issued> issued_for_cpp_;
   std::atomic<size_t> in_flight_count_{0};  // if 0, a thread need not lock to find that there is none
   std::deque<TokenPtr> enqueued_;  // on a device, since Python last took them
 };

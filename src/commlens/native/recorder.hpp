@@ -8,10 +8,6 @@
 #include "stacks.hpp"
 #include "verification.hpp"
 
-namespace torch::autograd {
-TORCH_API int get_current_graph_task_id();  // its own header brings the whole engine
-}
-
 namespace commlens {
 
 class Recorder {

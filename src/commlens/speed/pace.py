@@ -18,7 +18,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from commlens.model.collective import ChannelKey, Collective, LearnedHow
+from commlens.model.collective import Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
@@ -275,29 +275,13 @@ class WaitTime(NamedTuple):
 
 
 def find_waits(logs: Iterable[RankLog]) -> dict[int, list[WaitTime]]:
-    """Return each rank's waits on the host, sorted.
-
-    DDP waits for its collectives in C++ at the end of the backward pass, which the tap does not
-    see. There the last collective of a step counts, and the wait lasts until all ranks of the host
-    have issued it: clocks of several hosts differ.
-    """
-    found: dict[int, list[WaitTime]] = {}
-    hosts: dict[int, str] = {}
-    # channel, host, step: each rank's last one
-    unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)
+    """Return each rank's waits on the host, sorted, each on the rank's own clock."""
+    found = {}
     for log in logs:
-        hosts[log.rank] = log.host
-        ops = [op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns]
-        found[log.rank] = [*chain.from_iterable(_own_waits(op, log) for op in ops)]
-        for op in filter(_waits_unseen, ops):
-            unseen[op.channel.key, log.host, op.step][log.rank] = op
-    for (key, host, _), by_rank in unseen.items():
-        numbers = {op.sequence_number for op in by_rank.values()}
-        if len(numbers) == 1 and len(by_rank) == sum(hosts.get(rank) == host for rank in key[2]):
-            last = max(op.announced_ns for op in by_rank.values())
-            for rank, op in by_rank.items():
-                found[rank].append(WaitTime(op.announced_ns, last, op))
-    return {rank: sorted(waits, key=lambda wait: wait[:2]) for rank, waits in found.items()}
+        ops = (op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns)
+        waits = chain.from_iterable(_own_waits(op, log) for op in ops)
+        found[log.rank] = sorted(waits, key=lambda wait: wait[:2])
+    return found
 
 
 def _own_waits(op: Collective, log: RankLog) -> Iterator[WaitTime]:

@@ -357,8 +357,8 @@ def _unknown(ranks: Sequence[_RankSteps], times: StepTimes) -> list[str]:
         ops
     ):
         found.append(
-            "For some collectives torch waits in C++, as DDP does: there the time after the last"
-            " rank has arrived, in which the data is sent, is in neither figure."
+            "Some collectives ended and no wait for them is recorded: time for which C++ waited for"
+            " them is in neither figure."
         )
     world, here = (
         max((rank.log.world_size for rank in ranks), default=0),

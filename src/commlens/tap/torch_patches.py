@@ -295,6 +295,22 @@ def _raising_refusals(original: Any) -> Any:
     return call
 
 
+def _waiting_in_cpp(original: Any) -> Any:
+    """Tell of a call that issues collectives and waits for them in C++."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begins = getattr(recorder := _recorder, "cpp_waits", None)
+        if begins is None:
+            return original(*args, **kwargs)
+        begins()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            recorder.waited_in_cpp()
+
+    return call
+
+
 _REDUCING_METHODS = (
     "allreduce",
     "allreduce_coalesced",
@@ -550,6 +566,7 @@ _OF_WORK_LISTENERS: Final = (
 _OF_RECORDERS: Final = (
     _Patch("torch.distributed.device_mesh:DeviceMesh", ("__init__",), _learning_meshes),
     _tap_optimizers,
+    _Patch("torch.distributed", ("_broadcast_coalesced",), _waiting_in_cpp),
     _Patch(
         "torch.cuda.graphs:CUDAGraph", ("capture_begin", "capture_end", "replay"), _telling_graph
     ),

@@ -34,8 +34,8 @@ def job(
     """A job that issues two all_reduces a step: the first after ``compute``, the second 2 ms later.
 
     Args:
-        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which
-            nobody records.
+        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step;
+            "unseen": it does so where nobody records it.
         device: on an accelerator, the host never waits.
         timed: durations on the device are known.
     """
@@ -73,6 +73,9 @@ def job(
                     )
                 else:
                     op.learned_how = LearnedHow.POLL
+                if how == "cpp" and line == 20:
+                    for each in (log.collectives[-1], op):
+                        each.wait_began_ns, each.wait_ended_ns = arrived[rank] + 2000, end
                 log.collectives.append(op)
                 now[rank] = end if how == "wait" or line == 20 else arrived[rank]
     for rank, log in enumerate(logs):
