@@ -190,8 +190,9 @@ def _logs_since(logs: list[RankLog], since: int | time | datetime) -> list[RankL
 
 def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> None:
     from commlens.commands.table import print_table
-    from commlens.reports.step_table import change_words, period_words
+    from commlens.reports.step_table import change_words, period_words, rate_words
     from commlens.speed import pace, rhythm
+    from commlens.speed.bandwidth import reached_rates
     from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
     all_logs = [view.log for _, view in sorted(examined.job.views.items())]
@@ -229,6 +230,8 @@ def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> N
     extra = {} if runs_ahead else rhythm.longer_than_usual(moments)
     if (pause := rhythm.find_period(moments, extra)) is not None:
         print(period_words(pause))
+    for reached in reached_rates(logs, pace.timed_span(logs)):
+        print(rate_words(reached))
 
 
 def _add_entries(group: argparse._ArgumentGroup) -> None:

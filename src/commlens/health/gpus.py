@@ -151,6 +151,8 @@ class _Nvml:
             "pcie_generation_max": lambda: library.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
             "pcie_width": lambda: library.nvmlDeviceGetCurrPcieLinkWidth(gpu),
             "pcie_width_max": lambda: library.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+            "nvlinks": lambda: self._nvlinks(gpu),
+            "nvlink_mb_s": lambda: self._field(gpu, "NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON"),
         }
         for name, ask in asked.items():
             # a GPU without ECC, or a driver older than the function
@@ -158,6 +160,22 @@ class _Nvml:
                 value = ask()
                 found[name] = value if isinstance(value, str) else float(value)
         return found
+
+    def _nvlinks(self, gpu: Any) -> int:
+        """Return how many NVLinks of a GPU are active."""
+        library, active = self._library, 0
+        for link in range(library.NVML_NVLINK_MAX_LINKS):
+            try:
+                active += library.nvmlDeviceGetNvLinkState(gpu, link) == 1
+            except (library.NVMLError_NotSupported, library.NVMLError_InvalidArgument):
+                break
+        return active
+
+    def _field(self, gpu: Any, name: str) -> int:
+        (value,) = self._library.nvmlDeviceGetFieldValues(gpu, [getattr(self._library, name)])
+        if value.nvmlReturn:
+            raise self._library.NVMLError(value.nvmlReturn)
+        return int(value.value.uiVal)
 
     def processes(self) -> dict[int, str]:
         """Return the GPU of each process that computes on one, by pid."""

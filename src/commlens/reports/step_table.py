@@ -9,12 +9,14 @@ from typing import Final
 
 import msgspec
 
+from commlens.speed.bandwidth import ReachedRate, item_size
 from commlens.speed.rhythm import PeriodicPause, StepChange
 from commlens.speed.step_times import RankTime, StepPart, StepTimes
 from commlens.text import (
     capital,
     count,
     duration,
+    group_phrase,
     number,
     rank_phrase,
     ranks_phrase,
@@ -132,6 +134,16 @@ def _answer(times: StepTimes) -> str:
             f" {rank_phrase(most)} most ({short_duration(waited[most])})"
         )
     return f"{text}."
+
+
+def rate_words(reached: ReachedRate) -> str:
+    """Return what a kind of transfer reaches of its links' nominal rate, as a sentence."""
+    kind, nominal = reached.kind, reached.nominal
+    return (
+        f"In {group_phrase(reached.group)}, {kind.op} of {size(kind.numel * item_size(kind.dtype))}"
+        f" reaches {size(reached.rate)}/s on the bus, {reached.rate / nominal.rate:.0%} of the"
+        f" nominal {size(nominal.rate)}/s ({nominal.links})."
+    )
 
 
 def change_words(change: StepChange) -> str:

@@ -7,7 +7,6 @@ one of the next step.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -20,6 +19,7 @@ from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
+from commlens.speed.bandwidth import item_size
 from commlens.speed.device_times import timed_collectives
 from commlens.speed.pace import (
     WaitTime,
@@ -318,13 +318,7 @@ def _part(ranks: Sequence[_RankSteps], where: _Where, steps: float) -> StepPart:
 
 def _payload_bytes(op: Collective) -> int:
     """Return the bytes that a rank contributes to a collective."""
-    return sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
-
-
-def _item_size(dtype: str) -> int:
-    """Return the bytes of an element: ``"bfloat16"`` has 2, ``"bool"`` 1."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits[0]) // 8) if bits else 1
+    return sum(spec.numel * item_size(spec.dtype) for spec in op.args.payload)
 
 
 def _unknown_on_devices(ops: Sequence[Collective]) -> list[str]:

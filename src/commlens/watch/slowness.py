@@ -44,7 +44,7 @@ from commlens.watch.snapshot import read_logs, sample
 log = logging.getLogger("commlens")
 
 INTERVAL_S: Final = 5.0
-CPU_SHARE: Final = 0.005
+CPU_SHARE: Final = 0.0035  # as the thread counts it; all of it stays below 0.5%
 NEWEST: Final = 300  # records per rank
 # the same where a device tells durations: for many seconds at once, and late
 NEWEST_ON_DEVICE: Final = 2000
@@ -175,7 +175,7 @@ class Slowness:
         self._condensed = condensed(self._paces)
         news = self._judge_ranks(ranks, self.logs)
         news += (line for pace in paces for line in self._judge_steps(pace))
-        return [*news, *self._judge_transfers()]
+        return [*news, *self._judge_transfers(ranks)]
 
     def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> list[Pace]:
         """Read the ranks' newest records and return the pace since the last sample, oldest first;
@@ -315,12 +315,18 @@ class Slowness:
             )
         ]
 
-    def _judge_transfers(self) -> list[Line]:
+    def _judge_transfers(self, ranks: Sequence[Member]) -> list[Line]:
         """Compare how long transfers on devices take with what this job reached before."""
         found = self._meter.transfers.slower()
         if self._has_slower_transfers or found is None or found.share < MIN_COST_ON_DEVICE:
             return []
         self._has_slower_transfers = True
+        from commlens.reports.step_table import rate_words  # not loaded at rest
+        from commlens.speed.bandwidth import reached_rate
+
+        health = self._health.report(ranks) if self._health is not None else None
+        reached = reached_rate(found.kind, found.group, found.now_ns, [health] if health else [])
+        compared = f" {rate_words(reached)}" if reached is not None else ""
         times = f"{duration(found.now_ns)} against {duration(found.best_ns)}"
         alone = "; in the groups that do the same elsewhere it does not" if found.is_alone else ""
         return [
@@ -328,8 +334,8 @@ class Slowness:
                 f"since {utc(found.since_ns)}, {found.kind.op} in {group_phrase(found.group)} takes"
                 f" {found.now_ns / found.best_ns:.1f} times as long as at its best in this job:"
                 f" {times} for {count(found.kind.numel, 'element')}, when waits for late ranks are"
-                f" taken off{alone}. This costs {found.share:.0%} of the time. Look at the links of"
-                " these ranks.",
+                f" taken off{alone}. This costs {found.share:.0%} of the time.{compared} Look at"
+                " the links of these ranks.",
                 of_this_node=True,
             )
         ]

@@ -126,10 +126,17 @@ class _NvmlError(Exception):
     pass
 
 
+class _NvmlNotSupportedError(_NvmlError):
+    pass
+
+
 class _Library:
     """NVML's functions, of two GPUs of which the second is lost, as a driver of 2024 offers them."""
 
     NVMLError = _NvmlError
+    NVMLError_NotSupported = NVMLError_InvalidArgument = _NvmlNotSupportedError
+    NVML_NVLINK_MAX_LINKS = 36
+    NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON = 90
     is_open = True
 
     def nvmlShutdown(self) -> None:
@@ -160,6 +167,14 @@ class _Library:
     def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: int) -> int:
         return 16
 
+    def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
+        if link > 3:
+            raise _NvmlNotSupportedError
+        return int(link != 1)  # one of four is down
+
+    def nvmlDeviceGetFieldValues(self, gpu: int, fields: list[int]) -> list[Any]:
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=26_562))] * len(fields)
+
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[Any]:
         return [SimpleNamespace(pid=4121)]
 
@@ -173,6 +188,8 @@ def test_nvml_leaves_out_what_a_gpu_or_driver_lacks() -> None:
             "rows_remapped": 1.0,
             "remap_failed": 0.0,
             "pcie_width": 16.0,
+            "nvlinks": 3.0,
+            "nvlink_mb_s": 26_562.0,
         }
     }
     assert nvml.processes() == {4121: "0000:4f:00.0"}
