@@ -17,6 +17,8 @@ from math import inf
 from statistics import median
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from commlens.model.collective import ChannelKey, Collective, ProcessGroup
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
@@ -89,7 +91,7 @@ def are_timed(ops: Iterable[Collective]) -> bool:
     return all(unknown[each] <= _FEW * seen[each] for each in unknown)
 
 
-def timed_collectives(logs: Iterable[RankLog], window: Span) -> list[TimedCollective]:
+def timed_collectives(logs: Sequence[RankLog], window: Span) -> list[TimedCollective]:
     """Return the collectives on devices that all their members in the logs issued in a window (Unix
     ns), and the messages that they received, as far as their durations are known.
     """
@@ -104,7 +106,7 @@ def timed_collectives(logs: Iterable[RankLog], window: Span) -> list[TimedCollec
             else:
                 by_number[op.channel.key, op.sequence_number][log.rank] = op
     whole = {key: here.issuperset(key[2]) for key, _ in by_number}
-    found = _timed_messages(messages)
+    found = [*_timed_messages(messages), *(_sent_messages(logs, window) if messages else ())]
     for (key, _), by_rank in by_number.items():
         durations = {rank: op.duration_ns or 0 for rank, op in by_rank.items()}
         op = next(iter(by_rank.values()))
@@ -148,6 +150,36 @@ def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCol
         )
         for rank, op in messages
     ]
+
+
+def _sent_messages(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
+    """Yield how long the data of messages took, if both ranks know how long they were in it: the
+    one that came last was in it for as long.
+    """
+    ends: dict[tuple[ChannelKey, int], dict[str, tuple[Collective, int]]] = defaultdict(dict)
+    for log in logs:
+        for op, ns in _messages_alone(log, window):
+            ranks = (log.rank, op.peer or 0)[:: 1 if op.op == "send" else -1]
+            name, device = op.channel.key[:2], op.channel.key[3]
+            ends[ChannelKey((*name, ranks, device)), op.sequence_number][op.op] = op, ns
+    for (key, _), both in ends.items():
+        if len(both) == 2:
+            yield TimedCollective(key, both["recv"][0], {}, min(ns for _, ns in both.values()))
+
+
+def _messages_alone(log: RankLog, window: Span) -> Iterator[tuple[Collective, int]]:
+    """Yield the messages that a rank issued in a window, and for how long they were on its device;
+    of a batch, only if it has one message.
+    """
+    begin, end = window
+    message: Collective | None = None
+    for op in log.collectives:
+        if op.is_point_to_point:
+            message = op
+        if message is None or op.duration_ns is None or op.coalescing_id != message.coalescing_id:
+            continue
+        if begin <= op.announced_ns < end and op.coalesced_members <= 1 and is_on_device(op):
+            yield message, op.duration_ns
 
 
 def _numel(op: Collective) -> int:
@@ -194,7 +226,10 @@ def usual_transfers(
     for each in timed:
         if each.transfer_ns:
             found[each.kind][each.key].append(each.transfer_ns)
-            groups[each.key] = each.op.channel.group
+            if each.key not in groups:
+                group, ranks = each.op.channel.group, each.key[2]
+                is_whole = group.ranks == ranks  # else the two of a message
+                groups[each.key] = group if is_whole else replace(group, ranks=ranks, whole=())
     return {
         kind: {key: UsualTransfer(groups[key], median(ns), len(ns)) for key, ns in each.items()}
         for kind, each in found.items()
@@ -211,7 +246,7 @@ class SlowLink(NamedTuple):
     lost_ns: float  # in the window, by all its kinds together
 
 
-def find_slow_link(logs: Iterable[RankLog], window: Span, ranks: Iterable[int]) -> SlowLink | None:
+def find_slow_link(logs: Sequence[RankLog], window: Span, ranks: Iterable[int]) -> SlowLink | None:
     """Return the group of some of the ``ranks`` alone whose transfers cost most against its
     siblings: groups of as many members that do the same. None if there is none.
     """
@@ -278,7 +313,12 @@ class TransferTrend:
             return None
         now_ns = median(ns for _, ns, _ in slow[:WINDOWS])
         share = median(share for _, _, share in slow[:WINDOWS]) * (1 - best / now_ns)
-        siblings = [other for other in self._seen if other[0] == kind and other[1] != key]
+        siblings = [
+            (ns[-1][1], self._best(*other))
+            for other, ns in self._seen.items()
+            if other[0] == kind and {*other[1][2]} != {*key[2]}
+        ]
+        known = [(last, usual) for last, usual in siblings if usual]
         return SlowerTransfers(
             self._groups[key],
             kind,
@@ -286,8 +326,7 @@ class TransferTrend:
             best,
             share,
             slow[-1][0],
-            bool(siblings)
-            and all(self._seen[each][-1][1] <= SLOWER * self._best(*each) for each in siblings),
+            bool(known) and all(last <= SLOWER * usual for last, usual in known),
         )
 
     def _best(self, kind: TransferKind, key: ChannelKey) -> float:

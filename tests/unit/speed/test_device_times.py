@@ -135,6 +135,24 @@ def test_transfers_are_compared_with_the_best_of_the_job() -> None:
         assert (slower.since_ns - START) / S == pytest.approx(40.0, abs=8.0)
 
 
+@pytest.mark.parametrize(("batched", "kind"), [(True, "link"), (False, "link"), (True, "device")])
+def test_messages_between_two_stages_are_compared_with_the_best_of_the_job(
+    batched: bool, kind: str
+) -> None:
+    """A slow rank makes others wait in their receives; the data takes no longer."""
+    meter = PaceMeter(START)
+    fault = Fault(kind, 2, 1.5, begins_s=40.0)
+    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.2)
+    for _, logs in job.looks(80.0):
+        meter.measure(logs, 2, 5.0)
+    slower = meter.transfers.slower()
+    if kind == "device":
+        assert slower is None
+        return
+    assert slower is not None and slower.kind.op == "recv" and slower.is_alone
+    assert {*slower.group.ranks} == {2, 4} and slower.now_ns / slower.best_ns > 5
+
+
 def test_the_work_of_a_line_is_counted() -> None:
     logs = seen(DeviceJob(4, experts=True, fault=Fault("work", 1, 1.5)), 20.0)
     more, usual = (payload_by_place(logs[rank], whole(logs)) for rank in (1, 0))
