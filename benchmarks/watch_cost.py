@@ -1,9 +1,11 @@
-"""Measure the watcher's CPU time per minute, with and without deferred verification.
+"""Measure the watcher's CPU time per minute, with and without one part of its work: deferred
+verification, or looking for slow ranks, on the host or on devices that tell durations.
 
 The ranks are small processes without torch that write black boxes at a given rate, so that only the
 watcher is measured. Runs with and without alternate.
 
     python benchmarks/watch_cost.py [--ranks 8] [--rate 1000] [--seconds 20] [--rounds 2]
+        [--part verification | slow | slow-devices]
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ OPS = [
     ("all_reduce", 1),
 ]
 
+PARTS = {
+    "verification": "deferred verification",
+    "slow": "looking for slow ranks",
+    "slow-devices": "looking for slow ranks on devices",
+}
+
 
 def rank_process(
-    folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object
+    folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object, part: str
 ) -> None:
     """Announce ``rate`` collectives a second, in batches of ten, with a watchdog's heartbeat and
     reduce ops that are recorded later.
@@ -61,7 +69,8 @@ def rank_process(
             "desc": "default_pg",
             "ranks": name,
             "backend": "gloo",
-            "device": "cpu",
+            "device": "cuda" if part == "slow-devices" else "cpu",
+            "ahead": part == "slow-devices",
             "inc": 0,
         }
     )
@@ -102,7 +111,15 @@ def rank_process(
                 flags=L.FLAG_ENTERED,
             )
             offset = box.announce(record)
-            box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
+            if part == "slow":
+                box.wait_began(offset, index, at, os.getpid(), True)
+                box.wait_completed(offset, index, at + 100_000 + rank, os.getpid())
+            else:
+                box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
+            if part == "slow-devices":
+                box.mark_value(offset, L.DURATION, index, (100_000 + rank) // L.TICK_NS)
+            if number % 100 == 0:
+                box.word(L.STEPS, number // 100)
             pending.append((offset, index))
         if now - beat > 0.25:
             beat = now
@@ -114,11 +131,12 @@ def rank_process(
     box.word(L.PHASE, L.PHASE_CLOSED)
 
 
-def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
+def watch(folder: Path, seconds: float, compares: bool, pipe: object, part: str) -> None:
     """Run the watcher in a process of its own, and send its CPU seconds per minute, without its
     start and the job's end.
     """
     from commlens.config import Settings
+    from commlens.watch import slowness
     from commlens.watch.mismatches.deferred_verification import DeferredVerification
     from commlens.watch.watcher import Watcher
 
@@ -128,9 +146,11 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
     def counted(self: DeferredVerification, now: float) -> None:
         if self not in made:
             made.append(self)
-        if compares:
+        if compares or part != "verification":
             poll(self, now)
 
+    if part != "verification" and not compares:
+        slowness.Slowness.poll = lambda *_: []  # type: ignore[method-assign]
     DeferredVerification.poll = counted  # type: ignore[method-assign]
     watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))
     watcher.reporter.preload()
@@ -159,7 +179,9 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
     )  # type: ignore[attr-defined]
 
 
-def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:
+def measure(
+    ranks: int, rate: int, seconds: float, compares: bool, part: str
+) -> tuple[float, int, int, bool]:
     """Return a watcher's CPU seconds per minute, the records compared and missed, and whether it
     printed a verdict.
     """
@@ -170,7 +192,9 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
         barrier = context.Barrier(ranks + 1)
         processes = [
             context.Process(
-                target=rank_process, args=(folder, rank, ranks, rate, seconds, barrier), daemon=True
+                target=rank_process,
+                args=(folder, rank, ranks, rate, seconds, barrier, part),
+                daemon=True,
             )
             for rank in range(ranks)
         ]
@@ -179,7 +203,7 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
         barrier.wait()
         ours, theirs = context.Pipe()
         watcher = context.Process(
-            target=watch, args=(folder, seconds, compares, theirs), daemon=True
+            target=watch, args=(folder, seconds, compares, theirs, part), daemon=True
         )
         watcher.start()
         theirs.close()
@@ -193,19 +217,20 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        description="Measure the watcher's CPU time, with and without deferred verification."
+        description="Measure the watcher's CPU time, with and without one part of its work."
     )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--part", choices=list(PARTS), default="verification")
     arguments = parser.parse_args()
     figures: dict[bool, list[float]] = {False: [], True: []}
     records = missed = 0
     for _ in range(arguments.rounds):
         for compares in (False, True):
             cpu, read, lost, spoke = measure(
-                arguments.ranks, arguments.rate, arguments.seconds, compares
+                arguments.ranks, arguments.rate, arguments.seconds, compares, arguments.part
             )
             figures[compares].append(cpu)
             records, missed = records + read, missed + lost
@@ -213,7 +238,7 @@ def main() -> None:
     without, with_it = statistics.median(figures[False]), statistics.median(figures[True])
     print(
         f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a"
-        f" minute without deferred verification, {with_it:.2f} s with it"
+        f" minute without {PARTS[arguments.part]}, {with_it:.2f} s with it"
         f" ({(with_it - without) / 60:.2%} of a core); {records} records compared, {missed} not"
     )
 
