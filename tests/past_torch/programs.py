@@ -6,6 +6,7 @@ Usage: programs.py NAME, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as u
 
 import contextlib
 import os
+import random
 import sys
 import threading
 import time
@@ -429,6 +430,31 @@ def communicator_left_out():
         comm.all_reduce(torch.ones(64), "sum", False)
 
 
+def signal_not_sent():
+    """A stage does not signal that its part is in its neighbour's symmetric memory."""
+    import one_sided
+
+    handle = one_sided.install().rendezvous(torch.ones(4), dist.group.WORLD)
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            stay()
+        handle.put_signal((RANK + 1) % SIZE)
+        handle.wait_signal((RANK - 1) % SIZE)
+
+
+def window_signal_not_sent():
+    """The same with a window of torch 2.15."""
+    import one_sided
+
+    one_sided.install()
+    window = dist.group.WORLD.new_window(torch.ones(4))
+    for step in range(6):
+        if RANK == 1 and step == 4:
+            stay()
+        window.put(torch.ones(1), (RANK + 1) % SIZE, 0, False)
+        window.wait_signal((RANK - 1) % SIZE, False)
+
+
 # --- healthy programs: no word
 
 
@@ -536,6 +562,129 @@ def healthy_overlap():
     for _ in range(30):
         dist.all_reduce(torch.ones(4), group=group)
     thread.join()
+
+
+def healthy_one_sided():
+    """Signals and puts around a ring, and more signals than are waited for."""
+    import one_sided
+
+    handle = one_sided.install().rendezvous(torch.ones(4), dist.group.WORLD)
+    window = dist.group.WORLD.new_window(torch.ones(4))
+    for step in range(20):
+        handle.put_signal((RANK + 1) % SIZE)
+        handle.wait_signal((RANK - 1) % SIZE)
+        handle.barrier(channel=step % 2)
+        window.put(torch.ones(1), (RANK + 1) % SIZE, 0, False)
+        if step % 2:
+            window.signal((RANK + 1) % SIZE, False)
+        window.wait_signal((RANK - 1) % SIZE, False)
+        time.sleep(0.02 * RANK)
+
+
+class Mixed:
+    """Parts of a program, with a pause of each rank in each round. All ranks draw the same numbers,
+    in the same order.
+    """
+
+    def __init__(self, seed):
+        self.draw = random.Random(seed)
+        some = list(range((SIZE + 1) // 2))
+        self.some, self.is_some = dist.new_group(some), RANK in some
+        self.experts_of_some = Buffer(self.some) if self.is_some else None
+        self.buffer, self.elastic = Buffer(everyone("ep")), ElasticBuffer(everyone("ep2"))
+        self.kernel = CustomAllreduce(everyone(), "cpu")
+        self.second = CustomAllReduceV2(everyone(), "cpu")
+        chunks = self.draw.randint(2, 8)
+        self.queue = MessageQueue.create_from_process_group(dist.group.WORLD, 1024, chunks)
+        self.actors = NCCLGroup(SIZE, RANK, "weights")
+
+    def rounds(self, most, longest=0.3):
+        for number in range(self.draw.randint(1, most)):
+            time.sleep([self.draw.uniform(0, longest) for _ in range(SIZE)][RANK])
+            yield number
+
+    def experts(self):
+        for _ in self.rounds(6):
+            rows = torch.ones(1 + (RANK * self.draw.randint(0, 9)) % 5, 16)
+            if self.draw.random() < 0.5:
+                experts(self.buffer, rows)
+            else:
+                experts_low_latency(self.buffer)
+
+    def elastic_experts(self):
+        for _ in self.rounds(6):
+            rows, _, _, handle, _ = self.elastic.dispatch(ROWS, CHOSEN)
+            self.elastic.combine(rows, handle)
+        self.elastic.barrier()
+
+    def kernels(self):
+        for _ in self.rounds(12, 0.05):
+            value = torch.ones(self.draw.choice((63, 64, 4096)))
+            if self.kernel.custom_all_reduce(value) is None:
+                dist.all_reduce(value)
+            self.second.custom_all_reduce(torch.ones(64))
+
+    def messages(self):
+        for number in self.rounds(20, 0.1):
+            self.queue.broadcast_object(number)
+
+    def weights(self):
+        for number in self.rounds(6):
+            self.actors.broadcast([torch.ones(8 << number)], BroadcastOptions())
+        self.actors.barrier()
+
+    def torch_alone(self):
+        for _ in self.rounds(6):
+            dist.all_gather([torch.ones(2) for _ in range(SIZE)], torch.ones(2))
+            dist.broadcast(torch.ones(4), self.draw.randrange(SIZE))
+            dist.barrier()
+
+    def some_ranks(self):
+        for _ in self.rounds(8):
+            if self.is_some:
+                experts(self.experts_of_some)
+                dist.all_reduce(torch.ones(2), group=self.some)
+
+    def caught_error(self):
+        if self.draw.randrange(SIZE) == RANK:
+            with contextlib.suppress(AssertionError):
+                self.buffer.dispatch(torch.ones(4))
+        experts(self.buffer)
+
+    def long_pause(self):
+        """Shorter than the stall timeout."""
+        late, seconds = self.draw.randrange(SIZE), self.draw.uniform(1, 3.5)
+        if late == RANK:
+            time.sleep(seconds)
+        self.draw.choice((self.experts, self.kernels, self.weights, self.torch_alone))()
+
+    def idle_server(self):
+        """Longer than the stall timeout."""
+        seconds = self.draw.uniform(6, 9)
+        if RANK == 0:
+            time.sleep(seconds)
+        self.queue.broadcast_object("request")
+
+    def second_thread(self):
+        thread = threading.Thread(
+            target=lambda: [self.elastic.combine(ROWS, None) for _ in range(20)]
+        )
+        thread.start()
+        for _ in range(10):
+            dist.all_reduce(torch.ones(4))
+        thread.join()
+
+
+def healthy_random():
+    """Three to six parts that ``PAST_TORCH_SEED`` chooses."""
+    mixed = Mixed(os.environ["PAST_TORCH_SEED"])
+    parts = [
+        *(mixed.experts, mixed.elastic_experts, mixed.kernels, mixed.messages, mixed.weights),
+        *(mixed.torch_alone, mixed.some_ranks, mixed.caught_error, mixed.long_pause),
+        *(mixed.idle_server, mixed.second_thread),
+    ]
+    for part in mixed.draw.choices(parts, k=mixed.draw.randint(3, 6)):
+        part()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ fault and no other, undecided if it names none, wrong if it names another one, o
 program.
 
 Usage: run.py [--ranks N] [--at-once N] [NAME ...]
+       run.py --healthy N [--seed FIRST] [--ranks N] [--at-once N]
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "driver_dies": ("vllm#53157", (0,)),
     "caught_in_the_worker": ("vllm#7145", (1,)),
     "communicator_left_out": ("none: torchcomms used directly", (1,)),
+    "signal_not_sent": ("none: a signal of symmetric memory", (1,)),
+    "window_signal_not_sent": ("none: a signal of a window", (1,)),
 }
 """By program: the public report whose fault it has, as far as the report tells it, and the ranks at
 fault; none: nobody is to be named.
@@ -93,7 +96,9 @@ HEALTHY = (
     "healthy_made_again",
     "healthy_overlap",
     "healthy_communicators",
+    "healthy_one_sided",
 )
+RANDOM = "healthy_random"
 
 NCCL_REPORTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "step_left_out": ("vllm#43547", (1,)),
@@ -141,7 +146,7 @@ class Outcome(NamedTuple):
     """What commlens said of one program."""
 
     name: str
-    said: str  # "right", "undecided" or "wrong"
+    said: str  # "right", "undecided", "wrong", or "unfinished" of a healthy one
     culprits: list[int]
     summary: str
     output: str
@@ -149,7 +154,10 @@ class Outcome(NamedTuple):
 
 
 def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
-    """Run one program, and judge the verdict in its dump."""
+    """Run one program, and judge the verdict in its dump. ``healthy_random:SEED`` is the random one
+    with a seed.
+    """
+    name, _, seed = name.partition(":")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -159,6 +167,7 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
         "PYTHONPATH": os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")]),
         "PAST_TORCH_DIR": str(folder),
         "PAST_TORCH_STAY_S": str(STAY_S),
+        "PAST_TORCH_SEED": seed,
         "COMMLENS_BOX_DIR": str(folder / "boxes"),
         "COMMLENS_DUMP_DIR": str(folder / "dumps"),
         "COMMLENS_STALL_TIMEOUT": str(STALL_S),
@@ -192,7 +201,7 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
             one.kill()
         for one in started:
             one.wait()
-    return judge(name, folder, output.read_text(), seconds)
+    return judge(name, folder, output.read_text(), seconds, ranks)
 
 
 def _names_a_rank(folder: Path) -> bool:
@@ -203,14 +212,16 @@ def _verdicts(folder: Path) -> list[Path]:
     return sorted(folder.glob("dumps/*/verdict.json"), key=lambda file: file.stat().st_mtime)
 
 
-def judge(name: str, folder: Path, output: str, seconds: float = 0.0) -> Outcome:
+def judge(name: str, folder: Path, output: str, seconds: float, ranks: int) -> Outcome:
     """Compare the verdict that was saved with the fault."""
     verdicts = [json.loads(file.read_text()) for file in _verdicts(folder)]
     verdict = verdicts[-1] if verdicts else {"culprits": [], "summary": "no word"}
     culprits, summary = verdict["culprits"], verdict["summary"]
-    if name in HEALTHY:
+    if name in (*HEALTHY, RANDOM):
         is_quiet = not verdicts and "VERDICT" not in output
-        return Outcome(name, "right" if is_quiet else "wrong", culprits, summary, output, seconds)
+        is_done = len(list(folder.glob("done.*"))) == ranks
+        said = "wrong" if not is_quiet else "right" if is_done else "unfinished"
+        return Outcome(name, said, culprits, summary, output, seconds)
     wanted = list(REPORTS[name][1])
     said = "right" if culprits == wanted and verdicts else "wrong" if culprits else "undecided"
     return Outcome(name, said, culprits, summary, output, seconds)
@@ -221,19 +232,22 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--healthy", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    names = arguments.names or [*REPORTS, *HEALTHY]
+    seeds = range(arguments.seed, arguments.seed + arguments.healthy)
+    names = [f"{RANDOM}:{seed}" for seed in seeds] or arguments.names or [*REPORTS, *HEALTHY]
     counted: dict[str, Counter[str]] = {"reports": Counter(), "healthy": Counter()}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.at_once) as pool:
         jobs = [pool.submit(run, name, Path(folder, name), arguments.ranks) for name in names]
-        for job in jobs:
+        for name, job in zip(names, jobs, strict=True):
             each = job.result()
-            counted["healthy" if each.name in HEALTHY else "reports"][each.said] += 1
-            told = f"{each.said:9} {each.seconds:4.1f} s {each.name:28}"
+            counted["healthy" if each.name in (*HEALTHY, RANDOM) else "reports"][each.said] += 1
+            told = f"{each.said:9} {each.seconds:4.1f} s {name:28}"
             print(f"{told} {each.culprits} {each.summary}", flush=True)
     for kind, said in counted.items():
         print(f"{kind}: {dict(said)}")
-    return any(said["wrong"] for said in counted.values())
+    return any(said["wrong"] or said["unfinished"] for said in counted.values())
 
 
 if __name__ == "__main__":
