@@ -150,7 +150,7 @@ class Outcome(NamedTuple):
     culprits: list[int]
     summary: str
     output: str
-    seconds: float  # from the last call in the stand-ins to the verdict; 0 without one
+    seconds: float  # from the last call in the stand-ins to the first verdict; 0 without one
 
 
 def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
@@ -192,8 +192,8 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
         end = time.monotonic() + (NCCL_WAIT_S if name in NCCL_REPORTS else WAIT_S)
         while time.monotonic() < end and any(one.poll() is None for one in started):
             time.sleep(0.2)
-            if not seconds and _verdicts(folder):
-                seconds = time.time() - last_arrival(folder)
+            if not seconds and _verdicts(folder) and (arrived := last_arrival(folder)):
+                seconds = time.time() - arrived
             if name in REPORTS and _names_a_rank(folder):
                 break
     finally:
