@@ -201,7 +201,7 @@ def run(name: str, folder: Path, ranks: int = 4) -> Outcome:
             one.kill()
         for one in started:
             one.wait()
-    return judge(name, folder, output.read_text(), seconds, ranks)
+    return judge(name, folder, output.read_text(), seconds, [one.returncode for one in started])
 
 
 def _names_a_rank(folder: Path) -> bool:
@@ -212,15 +212,16 @@ def _verdicts(folder: Path) -> list[Path]:
     return sorted(folder.glob("dumps/*/verdict.json"), key=lambda file: file.stat().st_mtime)
 
 
-def judge(name: str, folder: Path, output: str, seconds: float, ranks: int) -> Outcome:
+def judge(
+    name: str, folder: Path, output: str, seconds: float, statuses: list[int | None]
+) -> Outcome:
     """Compare the verdict that was saved with the fault."""
     verdicts = [json.loads(file.read_text()) for file in _verdicts(folder)]
     verdict = verdicts[-1] if verdicts else {"culprits": [], "summary": "no word"}
     culprits, summary = verdict["culprits"], verdict["summary"]
     if name in (*HEALTHY, RANDOM):
         is_quiet = not verdicts and "VERDICT" not in output
-        is_done = len(list(folder.glob("done.*"))) == ranks
-        said = "wrong" if not is_quiet else "right" if is_done else "unfinished"
+        said = "wrong" if not is_quiet else "unfinished" if any(statuses) else "right"
         return Outcome(name, said, culprits, summary, output, seconds)
     wanted = list(REPORTS[name][1])
     said = "right" if culprits == wanted and verdicts else "wrong" if culprits else "undecided"
