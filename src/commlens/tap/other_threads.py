@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _LOCK = type(threading.Lock())
-_NO_PART = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"})
+_NO_PART = frozenset({"CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG", "COPY", "SWAP"})
+_ENTERS = ["LOAD_SPECIAL", "LOAD_SPECIAL"]  # from Python 3.14: of __exit__ and of __enter__
 
 # A thread that holds another thread's frame when that frame returns takes over its locals, and
 # drops them in the wrong thread and too late: a guard that torch keeps in a local then never
@@ -98,7 +99,9 @@ def _lock_at(code: CodeType, offset: int) -> tuple[str, ...]:
     at = before[-1]
     parts = [one for one in before[:-1] if one.opname not in _NO_PART]
     if at.opname in ("CALL", "PRECALL", "CALL_METHOD") and not at.arg:
-        if not parts or parts.pop().argval != "acquire":
+        if [one.opname for one in parts[-2:]] == _ENTERS:
+            del parts[-2:]
+        elif not parts or parts.pop().argval != "acquire":
             return ()
     elif at.opname not in ("BEFORE_WITH", "SETUP_WITH"):
         return ()

@@ -116,7 +116,7 @@ def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
 
 def test_a_look_that_cannot_succeed_raises_nothing(files: Files) -> None:
     assert not os.path.exists("x" * 5000)  # noqa: PTH110
-    assert not files.looks
+    assert not any(look.found for look in files.looks.values())
 
 
 def test_a_thread_that_looks_hides_no_look_of_another_one(files: Files, tmp_path: Path) -> None:

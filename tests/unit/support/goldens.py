@@ -36,8 +36,11 @@ def golden_text(verdict: Verdict) -> str:
 
 
 def _facts(cause: Cause) -> str:
-    """Return one line for each fact that is not empty, zero or false."""
-    facts = msgspec.to_builtins(cause)
+    """Return one line for each fact that is not empty, zero or false. Pythons sum up floats
+    differently, which shows in their last digits.
+    """
+    exact = msgspec.json.encode(cause)
+    facts = json.loads(exact, parse_float=lambda digits: float(f"{float(digits):.12g}"))
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in facts.items() if value)
 
 
