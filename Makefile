@@ -1,4 +1,4 @@
-# Needs only Linux, Python 3.10 to 3.13 and make: the targets create their own virtual environments.
+# Needs only Linux, Python 3.10 to 3.14 and make: the targets create their own virtual environments.
 
 VENV := .venv
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -7,8 +7,8 @@ TORCH_VERSION := $(PINNED_TORCH)
 # The first suitable Python that can create virtual environments. In an active one it is the Python that
 # this was made from: the targets may make .venv anew. It is looked for once, where a target needs it.
 PYTHON ?= $(eval PYTHON := $(FOUND_PYTHON))$(PYTHON)
-FOUND_PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
-	$$python -c 'import sys, ensurepip, venv; (3, 10) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); \
+FOUND_PYTHON = $(shell for python in python3.11 python3.12 python3.13 python3.10 python3.14 python3; do \
+	$$python -c 'import sys, ensurepip, venv; (3, 10) <= sys.version_info[:2] <= (3, 14) or sys.exit(1); \
 	print(sys._base_executable)' 2>/dev/null && break; done)
 
 # PyTorch's index of CPU builds, if it is reachable: PyPI's builds for Linux include gigabytes of CUDA.
@@ -140,7 +140,7 @@ dist: $(VENV)-dist/.ready ## Build the sdist and the wheel into dist/, and check
 	@ls -l dist
 
 $(VENV)-dist/.ready: Makefile
-	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
+	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.14 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@rm -rf $(@D)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' 'twine>=6' 'check-wheel-contents>=0.6'
@@ -180,7 +180,7 @@ UNPACK_PIP := import ensurepip, glob, os, sysconfig, zipfile; \
 	zipfile.ZipFile(wheel).extractall(sysconfig.get_path("purelib"))
 IMPORTED := import torch.distributed.run, torch.distributed.fsdp, torch.distributed.tensor.parallel
 $(VENV)/.demo: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
+	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.14 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
 	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
 	@rm -rf $(VENV) || { sleep 3; rm -rf $(VENV); } # what an interrupted run compiles beside the installation may still write
 	@$(PYTHON) -m venv --without-pip $(VENV)
