@@ -19,7 +19,7 @@ from commlens.check.explore import COMBINATIONS, explore
 from commlens.check.judge import Checked, judge
 from commlens.check.processes import RankProcesses
 from commlens.check.run_rank import Plan, warm_up
-from commlens.check.run_world import ALL_UP_TO, World, run_classes, run_whole
+from commlens.check.run_world import ALL_UP_TO, run_classes, run_whole
 from commlens.check.schedule import RULES
 from commlens.check.sequence import RankSequence
 from commlens.errors import CommandError
@@ -75,25 +75,21 @@ def check_plan(
     def judge_all(sequences: Mapping[int, RankSequence]) -> Checked:
         return judge(sequences, backend=backend, script=script)
 
-    def run(choices: tuple[Choice, ...]) -> World:
-        world = None
+    def run(choices: tuple[Choice, ...]) -> Checked:
+        checked = None
         if not all_ranks and plan.world_size > ALL_UP_TO:
             ranks = RankProcesses(plan._replace(choices=choices), ended=ended)
-            world = run_classes(ranks, judge_all, plan.world_size, plan.ranks_per_node)
-        if world is None:
+            checked = run_classes(ranks, judge_all, plan.world_size, plan.ranks_per_node)
+        if checked is None:
             ranks = RankProcesses(plan._replace(choices=choices), ended=ended)
-            world = run_whole(ranks, judge_all, plan.world_size)
+            checked = run_whole(ranks, judge_all, plan.world_size)
         outputs.update(ranks.outputs)
-        return world
+        return checked
 
     explored = explore(run, judge_all, branches, bound=combinations)
     for branch in unmet(branches, explored.decisions):
         raise CommandError(branch_words.no_such_branch(str(branch), explored.decisions))
-    verdict = branch_words.verdict(explored)
-    checked = explored.checked
-    return checked._replace(
-        verdict=verdict, examined=checked.examined._replace(verdict=verdict)
-    ), outputs
+    return explored.checked.with_verdict(branch_words.verdict(explored)), outputs
 
 
 def check(

@@ -31,8 +31,8 @@ def verdict(explored: Explored) -> Verdict:
             f" tried: --combinations {explored.combinations} tries all."
         )
     summary = found.summary + _condition(explored, unanswered)
-    if explored.classes is not None:
-        limits.insert(0, _ranks(explored.classes))
+    if explored.checked.classes is not None:
+        limits.insert(0, _ranks(explored.checked.classes))
     findings = found.findings
     if findings and findings[0].summary == found.summary:
         findings = [msgspec.structs.replace(findings[0], summary=summary), *findings[1:]]

@@ -14,18 +14,15 @@ from commlens.check.branches import (
     merged,
     number_of_combinations,
 )
-from commlens.check.classes import Classes
 from commlens.check.judge import Checked
-from commlens.check.run_world import World
-from commlens.check.sequence import RankSequence
+from commlens.check.run_world import Judge
 from commlens.model.cause import LatentFault
-from commlens.model.verdict import Finding
+from commlens.model.verdict import Finding, Verdict
 
 COMBINATIONS = 16
 """How many combinations are tried unless the user says so."""
 
 Choices = tuple[Choice, ...]
-Sequences = Mapping[int, RankSequence]
 
 
 class Alone(NamedTuple):
@@ -60,65 +57,60 @@ class Explored(NamedTuple):
     """Of all runs."""
     alone: list[Alone]
     latent: Sequence[Latent] = ()
-    classes: Classes | None = None
-    """Of the ranks, if only some were run."""
 
 
 def explore(
-    run: Callable[[Choices], World],
-    judge: Callable[[Sequences], Checked],
+    run: Callable[[Choices], Checked],
+    judge: Judge,
     branches: Sequence[Branch],
     *,
     bound: int,
 ) -> Explored:
     """Run and judge a program with each combination of answers, at most ``bound`` of them."""
     tried = list(itertools.islice(combinations(branches), bound))
-    worlds = {choices: run(choices) for choices in tried}
-    runs = {choices: world.sequences for choices, world in worlds.items()}
+    runs = {choices: run(choices) for choices in tried}
     decisions = merged(
         decision
-        for sequences in runs.values()
-        for sequence in sequences.values()
+        for checked in runs.values()
+        for sequence in checked.sequences.values()
         for decision in sequence.decisions
     )
-    verdicts = {choices: world.checked.verdict for choices, world in worlds.items()}
+    verdicts = {choices: checked.verdict for choices, checked in runs.items()}
     worst = max(tried, key=lambda each: (verdicts[each].is_fault, verdicts[each].kind != "healthy"))
-    checked = worlds[worst].checked
-    alone = [] if checked.verdict.is_fault else list(_with_one_rank_alone(runs, judge, decisions))
+    is_fault = verdicts[worst].is_fault
     combined = number_of_combinations(branches)
     return Explored(
-        checked,
+        runs[worst],
         choices=worst,
-        deciding=_deciding(worst, worlds) if len(tried) == combined else worst,
+        deciding=_deciding(worst, verdicts) if len(tried) == combined else worst,
         tried=tried,
         combinations=combined,
         decisions=decisions,
-        alone=alone,
-        latent=list(_latent(worlds, worst)),
-        classes=worlds[worst].classes,
+        alone=[] if is_fault else list(_with_one_rank_alone(runs, judge, decisions)),
+        latent=list(_latent(verdicts, worst)),
     )
 
 
-def _deciding(worst: Choices, worlds: Mapping[Choices, World]) -> Choices:
+def _deciding(worst: Choices, verdicts: Mapping[Choices, Verdict]) -> Choices:
     """Leave out each answer without which the verdict stays the same."""
-    found = worlds[worst].checked.verdict.summary
+    found = verdicts[worst].summary
     deciding = set(worst)
     for choice in worst:
         others = deciding - {choice}
         if all(
-            world.checked.verdict.summary == found
-            for choices, world in worlds.items()
+            verdict.summary == found
+            for choices, verdict in verdicts.items()
             if others <= set(choices)
         ):
             deciding = others
     return tuple(choice for choice in worst if choice in deciding)
 
 
-def _latent(worlds: Mapping[Choices, World], worst: Choices) -> Iterator[Latent]:
+def _latent(verdicts: Mapping[Choices, Verdict], worst: Choices) -> Iterator[Latent]:
     """Yield the latent faults that only other runs than the worst one have."""
     seen = set[tuple[object, ...]]()
-    for choices in (worst, *worlds):
-        for finding in worlds[choices].checked.verdict.findings:
+    for choices in (worst, *verdicts):
+        for finding in verdicts[choices].findings:
             cause = finding.cause
             if isinstance(cause, LatentFault):
                 place = cause.what, finding.source_file, finding.source, cause.touched_at
@@ -128,8 +120,8 @@ def _latent(worlds: Mapping[Choices, World], worst: Choices) -> Iterator[Latent]
 
 
 def _with_one_rank_alone(
-    runs: Mapping[Choices, Sequences],
-    judge: Callable[[Sequences], Checked],
+    runs: Mapping[Choices, Checked],
+    judge: Judge,
     decisions: Sequence[BranchLine],
 ) -> Iterator[Alone]:
     """Yield the faults that occur if one rank alone, the last or the first one, gets another
@@ -142,8 +134,9 @@ def _with_one_rank_alone(
             each.alike for each in decisions if changed[0].is_at(each.frame.file, each.frame.line)
         ):
             continue
-        for rank in (max(runs[first]), min(runs[first])):
-            checked = judge({**runs[first], rank: runs[choices][rank]})
+        usual, other = runs[first].sequences, runs[choices].sequences
+        for rank in (max(usual), min(usual)):
+            checked = judge({**usual, rank: other[rank]})
             if checked.verdict.is_fault:
                 yield Alone(rank, changed[0], checked)
                 break

@@ -11,6 +11,7 @@ import msgspec
 from commlens.check import words
 from commlens.check.branches import BranchLine, merged
 from commlens.check.branches import doubtful as doubtful_decisions
+from commlens.check.classes import Classes
 from commlens.check.files import changing
 from commlens.check.schedule import RULES, Op, Outcome, RankState, Rules, schedule
 from commlens.check.sequence import Guess, Issue, RankSequence
@@ -26,16 +27,29 @@ _NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
 
 
 class Checked(NamedTuple):
-    """A checked program with its verdict."""
+    """A checked program."""
 
-    verdict: Verdict
     examined: ExaminedJob
-    """The job at the moment when no rank goes on, for reports."""
+    """The job at the moment when no rank goes on, with the verdict, for reports."""
     outcome: Outcome
-    backend: str
-    steps: int  # that the rank with the fewest has done
     hinges_on_numbers: bool = False
     """The verdict is open only because of numbers that were read and that may decide nothing."""
+    classes: Classes | None = None
+    """None if all ranks were run."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the program."""
+        return self.examined.verdict
+
+    @property
+    def sequences(self) -> dict[int, RankSequence]:
+        """The sequences of all ranks."""
+        return {rank: state.sequence for rank, state in self.outcome.ranks.items()}
+
+    def with_verdict(self, verdict: Verdict) -> Checked:
+        """Return the same with another verdict."""
+        return self._replace(examined=self.examined._replace(verdict=verdict))
 
 
 def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: str = "") -> Checked:
@@ -67,14 +81,7 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
         verdict = words.no_fault(found, sequences, outcome, backend, steps)
         verdict.explanation = _sentence_on_other_backend(sequences, backend, script)
     verdict.missing_evidence = [*verdict.missing_evidence, *limits]
-    return Checked(
-        verdict,
-        examined._replace(verdict=verdict),
-        outcome,
-        backend,
-        steps,
-        hinges_on_numbers,
-    )
+    return Checked(examined._replace(verdict=verdict), outcome, hinges_on_numbers)
 
 
 def _examine(

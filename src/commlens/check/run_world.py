@@ -1,14 +1,13 @@
-"""The sequences of all ranks of a world: all ranks are run, or a few."""
+"""The sequences of all ranks of a world, judged: all ranks are run, or a few."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 import msgspec
 
-from commlens.check.classes import Classes, explore_classes
+from commlens.check.classes import explore_classes
 from commlens.check.judge import Checked
 from commlens.check.prediction import is_same
 from commlens.check.processes import RankProcesses
@@ -22,27 +21,18 @@ _CONFIRMED_AT_ONCE = 32
 
 _NUMBERS = (0.0, math.inf, -math.inf, math.nan)
 
-Judge = Callable[[dict[int, RankSequence]], Checked]
+Judge = Callable[[Mapping[int, RankSequence]], Checked]
 
 
-class World(NamedTuple):
-    """The sequences of all ranks, and the verdict on them."""
-
-    sequences: dict[int, RankSequence]
-    checked: Checked
-    classes: Classes | None = None
-    """None if all ranks were run."""
-
-
-def run_whole(ranks: RankProcesses, judge: Judge, world_size: int) -> World:
+def run_whole(ranks: RankProcesses, judge: Judge, world_size: int) -> Checked:
     """Run all ranks."""
     sequences = ranks.sequences_of(range(world_size))
-    return World(*_judged(ranks, judge, sequences, sequences))
+    return _judged(ranks, judge, sequences, sequences)
 
 
 def run_classes(
     ranks: RankProcesses, judge: Judge, world_size: int, ranks_per_node: int
-) -> World | None:
+) -> Checked | None:
     """Run a few ranks, and those that would be to blame for a fault. Return None if all must be
     run, since one waited for a key of the store, which a rank that was not run may write.
     """
@@ -51,28 +41,25 @@ def run_classes(
         classes = explore_classes(ranks.sequences_of, world_size, ranks_per_node, also)
         if ranks.waited_in_vain:
             return None
-        sequences, checked = _judged(ranks, judge, classes.sequences, classes.ran)
+        checked = _judged(ranks, judge, classes.sequences, classes.ran)
         verdict = checked.verdict
         concerned = {*verdict.culprits[:_CONFIRMED_AT_ONCE], *verdict.victims[:1]}
         unproven = concerned - set(classes.ran)
-        if not checked.verdict.is_fault or not unproven:
+        if not verdict.is_fault or not unproven:
             break
         also |= set(sorted(unproven)[:_CONFIRMED_AT_ONCE])
-    if classes.surprising and checked.verdict.kind == "healthy":
-        doubted = msgspec.structs.replace(checked.verdict, kind="undetermined", confidence="low")
-        checked = checked._replace(verdict=doubted)
-    return World(sequences, checked, classes)
+    if classes.surprising and verdict.kind == "healthy":
+        doubted = msgspec.structs.replace(verdict, kind="undetermined", confidence="low")
+        checked = checked.with_verdict(doubted)
+    return checked._replace(classes=classes)
 
 
 def _judged(
-    ranks: RankProcesses, judge: Judge, sequences: dict[int, RankSequence], ran: Collection[int]
-) -> tuple[dict[int, RankSequence], Checked]:
+    ranks: RankProcesses, judge: Judge, sequences: Mapping[int, RankSequence], ran: Collection[int]
+) -> Checked:
     """Judge the sequences. If it is only numbers that leave a fault open, try others."""
     checked = judge(sequences)
-    if checked.hinges_on_numbers:
-        sequences = vary(ranks, sequences, ran)
-        checked = judge(sequences)
-    return sequences, checked
+    return judge(vary(ranks, sequences, ran)) if checked.hinges_on_numbers else checked
 
 
 def vary(

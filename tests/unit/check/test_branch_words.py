@@ -11,6 +11,7 @@ from commlens.check.branches import BranchLine, Choice
 from commlens.check.explore import Alone, Explored
 from commlens.check.judge import Checked
 from commlens.check.schedule import Outcome
+from commlens.diagnosis.examine import ExaminedJob
 from commlens.model.collective import Frame
 from commlens.model.verdict import Verdict
 
@@ -20,7 +21,8 @@ TRUE, FALSE = Choice("a.py", 1, value=True), Choice("a.py", 1, value=False)
 
 def checked(kind: Any = "healthy", summary: str = "no deadlock in 2 steps") -> Checked:
     verdict = Verdict(kind=kind, summary=summary)
-    return Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 2)
+    job = ExaminedJob(verdict, UNUSED, UNUSED, UNUSED)
+    return Checked(job, Outcome({}, [], [], 0))
 
 
 def decision(line: int, how: Any = "truth", **about: Any) -> BranchLine:

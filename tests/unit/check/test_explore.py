@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from commlens.check.branches import Branch, BranchLine, Choice
-from commlens.check.explore import Choices, Explored, Sequences, explore
+from commlens.check.explore import Choices, Explored, explore
 from commlens.check.judge import Checked
-from commlens.check.run_world import World
-from commlens.check.schedule import Outcome
+from commlens.check.schedule import Outcome, RankState
 from commlens.check.sequence import RankSequence
+from commlens.diagnosis.examine import ExaminedJob
 from commlens.model.cause import LatentFault
 from commlens.model.collective import Frame
 from commlens.model.verdict import Finding, Verdict
 
 FIRST, SECOND = Branch("a.py", 1, (False, True)), Branch("a.py", 2, (False, True))
 UNUSED: Any = None
+
+
+def checked(verdict: Verdict, sequences: Mapping[int, RankSequence]) -> Checked:
+    states = {rank: RankState(sequence) for rank, sequence in sequences.items()}
+    job = ExaminedJob(verdict, UNUSED, UNUSED, UNUSED)
+    return Checked(job, Outcome(states, [], [], 0))
 
 
 def explored(
@@ -28,7 +35,7 @@ def explored(
     has one of these sets of lines, or if ranks have different ones.
     """
 
-    def run(choices: Choices) -> World:
+    def run(choices: Choices) -> Checked:
         decisions = [
             BranchLine(Frame("/a.py", each.line, "f"), "truth", alike, (each.value,), forced=True)
             for each in choices
@@ -37,13 +44,13 @@ def explored(
         sequences = {
             rank: RankSequence(rank, 2, steps=lines, decisions=decisions) for rank in (0, 1)
         }
-        return World(sequences, judge(sequences))
+        return judge(sequences)
 
-    def judge(sequences: Sequences) -> Checked:
+    def judge(sequences: Mapping[int, RankSequence]) -> Checked:
         lines = {each.steps for each in sequences.values()}
         wrong = len(lines) > 1 or any(lines == {sum(fault)} for fault in faults)
         verdict = Verdict(kind="cycle" if wrong else "healthy", summary=f"{lines}")
-        return Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 0)
+        return checked(verdict, sequences)
 
     return explore(run, judge, branches, bound=bound)
 
@@ -91,11 +98,11 @@ def test_decisions_of_all_runs_are_merged() -> None:
 
 
 def test_latent_faults_of_all_runs_are_returned_once_with_their_answers() -> None:
-    def run(choices: Choices) -> World:
+    def run(choices: Choices) -> Checked:
         lines = [each.line for each in choices if each.value] + [9]
         findings = [latent(f"a.py:{line}") for line in lines]
         verdict = Verdict(kind="healthy", summary="", findings=findings)
-        return World({}, Checked(verdict, UNUSED, Outcome({}, [], [], 0), "gloo", 0))
+        return checked(verdict, {})
 
     found = explore(run, UNUSED, (FIRST, SECOND), bound=16)
     assert [(each.finding.source, each.choices) for each in found.latent] == [

@@ -40,7 +40,7 @@ def test_all_ranks_are_run_of_a_world_that_is_run_whole() -> None:
     world = run_whole(ranks, judge, WORLD)
     assert world.classes is None
     assert ranks.ran == set(range(WORLD))
-    assert world.checked.verdict.culprits == [5]
+    assert world.verdict.culprits == [5]
 
 
 def test_few_ranks_are_run_where_all_do_the_same() -> None:
@@ -50,7 +50,7 @@ def test_few_ranks_are_run_where_all_do_the_same() -> None:
     assert world.classes is not None
     assert len(ranks.ran) < WORLD // 2
     assert len(world.sequences) == WORLD
-    assert not world.checked.verdict.is_fault
+    assert not world.verdict.is_fault
 
 
 @pytest.mark.parametrize("odd", [0, 63])
@@ -58,7 +58,7 @@ def test_the_ranks_to_blame_were_run(odd: int) -> None:
     ranks: Any = Ranks(odd)
     world = run_classes(ranks, judge, WORLD, 8)
     assert world is not None
-    verdict = world.checked.verdict
+    verdict = world.verdict
     assert verdict.culprits == [odd]
     assert {odd, verdict.victims[0]} <= ranks.ran
 
@@ -80,7 +80,7 @@ def test_ranks_that_do_something_unexpected_leave_a_healthy_world_undetermined()
     world = run_classes(ranks, judge, 1024, 8)
     assert world is not None and world.classes is not None
     assert world.classes.surprising
-    assert world.checked.verdict.kind == "undetermined"
+    assert world.verdict.kind == "undetermined"
 
 
 FLOAT = BranchLine(Frame("a.py", 1, "f"), "number", replaceable=True)
