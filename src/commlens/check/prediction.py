@@ -164,7 +164,7 @@ class _Other:
             dimension = dimension_of(event.call.channel.group.ranks)
             return event if dimension in self._made_by_all else Setup(self._op(event.call))
         if isinstance(event, Leave):
-            return Leave(self._renamed.get(event.group, event.group), event.stack)
+            return Leave(self._renamed.get(event.group, event.group))
         return event
 
     def _op(self, op: Collective) -> Collective:

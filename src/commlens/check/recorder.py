@@ -386,9 +386,7 @@ class SequenceRecorder(tap.Subscriber):
 
     def _waits(self, index: int) -> None:
         self._unwaited.pop(index, None)
-        self._add(
-            ThreadWait(index, threading.get_native_id(), self.stack_of_frame(sys._getframe(2)))
-        )
+        self._add(ThreadWait(index, threading.get_native_id()))
 
     def used_without_wait(self, work: Any) -> None:
         """Note that the program asked for the state of a Work: it need not wait."""
@@ -646,7 +644,7 @@ class SequenceRecorder(tap.Subscriber):
     def _destroy(self, original: Any, group: Any = None) -> Any:
         is_last = group is None or group is c10d._world.default_pg
         name = "" if is_last else str(getattr(group, "group_name", ""))
-        self._add(Leave(name, self.stack_of_frame(sys._getframe(1))))
+        self._add(Leave(name))
         self.groups.before_destroy()
         if is_last:
             self._many_groups += self._made.many()

@@ -116,7 +116,6 @@ class Outcome:
     stuck: list[int]  # ranks that wait for ever
     open_ranks: list[int]  # ranks that wait for one whose sequence is not complete
     now: int  # number of moments that have passed
-    choices: int = 0  # receives from any source that two or more ranks could have sent to
     incomplete: bool = False  # not all orders of messages were tried
 
 
@@ -141,7 +140,6 @@ class _Schedule:
         self._waiting: dict[int, list[_Thread]] = defaultdict(list)  # by id of the Op
         self._instances: dict[Instance, dict[int, Op]] = defaultdict(dict)
         self._illegal: set[Instance] = set()
-        self._meetings: dict[tuple[object, ...], dict[int, Op]] = defaultdict(dict)
         self._keys: set[str] = set()  # of the store
         self._key_waits: list[tuple[Op, tuple[str, ...]]] = []
         self._sends: dict[Mailbox, list[Op]] = defaultdict(list)
@@ -173,7 +171,6 @@ class _Schedule:
             sorted(blocked - freed),
             sorted(freed & blocked),
             self._clock(),
-            sum(width > 1 for width in self.widths),
         )
 
     # --- threads
@@ -232,11 +229,10 @@ class _Schedule:
         if not meets or rank not in ranks:
             op.done_at = self._clock()
             return op
-        met = self._meetings[(call.op, call.sequence_number, call.channel.key)]
-        met[rank] = op
-        if len(met) == len(ranks):
-            for each in met.values():
-                self._complete(each)
+        arrived = self._instances[call.channel.key, call.sequence_number]
+        arrived[rank] = op
+        for each in arrived.values() if len(arrived) == len(ranks) else ():
+            self._complete(each)
         return op
 
     # --- the store
@@ -437,9 +433,6 @@ class _Schedule:
             return bool(others & freed)
         if record.is_store_wait:
             return True
-        if record.is_setup:
-            met = self._meetings[(record.op, record.sequence_number, record.channel.key)]
-            return set(record.channel.group.ranks) - set(met) <= freed
         if op.members and op.members[0].record.is_point_to_point:
             return all(member.done or self._may_end(member, freed) for member in op.members)
         instance = record.channel.key, record.sequence_number

@@ -39,7 +39,6 @@ class ThreadWait(msgspec.Struct, frozen=True, tag="wait"):
 
     index: int  # of the Collective
     thread: int  # native thread id
-    stack: Stack = ()
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -66,7 +65,6 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """The rank destroys a group; all of them if ``group`` is empty."""
 
     group: str = ""
-    stack: Stack = ()
 
 
 Event = Issue | ThreadWait | Setup | StoreCall | Leave
