@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.tap import tap
 from commlens.tap.groups import Groups
+from commlens.tracing.in_flight.memory import storage_of
+from commlens.tracing.in_flight.operands import tensors_in
 from commlens.tracing.leave_to_eager import EagerMode
 from commlens.tracing.preview.tensors import READS
 
@@ -129,7 +131,7 @@ class Origins(EagerMode, tap.Subscriber):
 
     def of(self, tensor: Any) -> ValueOrigin | None:
         """Return the origin of a tensor's values; None if the rank computes them alone."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         found = None if storage is None else self._origins.get(storage._cdata)
         if found is not None:
             return found[1]
@@ -138,7 +140,7 @@ class Origins(EagerMode, tap.Subscriber):
 
     def mark(self, tensor: Any, origin: ValueOrigin | None) -> None:
         """Set the origin of a tensor's values; None: the rank knows them."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is None:
             return
         if origin is None:
@@ -163,7 +165,7 @@ class Origins(EagerMode, tap.Subscriber):
             return func(*args, **(kwargs or {}))
         if any(each not in _PLAIN for each in types):
             return NotImplemented  # such as DTensor: its own ops come here next
-        given = [*_tensors(args), *_tensors((kwargs or {}).values())]
+        given = [*tensors_in(args), *tensors_in([*(kwargs or {}).values()])]
         copies = func._schema.name == "aten::copy_" and _is_whole(given[0])
         origin = joined([self.of(each) for each in (given[1:] if copies else given)])
         result = func._op(*args, **(kwargs or {}))  # without a frame of torch's in stacks
@@ -196,12 +198,12 @@ class Origins(EagerMode, tap.Subscriber):
         keeps the argument's origin, too: it is a view, or only a part of it was written.
         """
         if origin is None:
-            for tensor in _tensors((result,)):
+            for tensor in tensors_in(result):
                 self.mark(tensor, None)
             return
-        before = {storage._cdata for tensor in given if (storage := _storage(tensor)) is not None}
-        for tensor in _tensors((result,)):
-            storage = _storage(tensor)
+        before = {storage._cdata for tensor in given if (storage := storage_of(tensor)) is not None}
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
             if storage is not None and storage._cdata in before & self._origins.keys():
                 self.mark(tensor, joined([self._origins[storage._cdata][1], origin]) or UNKNOWN)
             else:
@@ -212,7 +214,7 @@ class Origins(EagerMode, tap.Subscriber):
         not see it.
         """
         if origin is not None and func._schema.name.endswith("::all_reduce"):
-            for tensor in _tensors((result,)):
+            for tensor in tensors_in(result):
                 own = self.of(tensor) or UNKNOWN
                 self.mark(tensor, ValueOrigin(own.alike | origin.alike))
 
@@ -235,9 +237,9 @@ class Origins(EagerMode, tap.Subscriber):
         if root != rank and spec.name in ("reduce_", "gather_"):
             return
         reads = [i for i in spec.tensors if i not in spec.writes] if spec.writes else spec.tensors
-        inputs = joined([self.of(each) for each in _tensors(arguments[i] for i in reads)])
+        inputs = joined([self.of(each) for each in tensors_in([arguments[i] for i in reads])])
         origin = _result_of(spec.name, ranks, inputs, is_root=root == rank)
-        for tensor in _tensors(arguments[i] for i in spec.writes or spec.tensors):
+        for tensor in tensors_in([arguments[i] for i in spec.writes or spec.tensors]):
             self.mark(tensor, origin)
 
     def raised(self, token: Any, error: BaseException) -> None:
@@ -254,21 +256,6 @@ def _result_of(op: str, ranks: Ranks, inputs: ValueOrigin | None, *, is_root: bo
     if op.startswith(("reduce_scatter", "_reduce_scatter")):
         return ValueOrigin(before - {ranks})
     return ValueOrigin(received=op in _RECEIVED_BY_SOME)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _tensors(value)
-
-
-def _storage(tensor: Any) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper without a storage
-        return None
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -290,5 +277,5 @@ def _shaped_by_values(func: Any, args: Any) -> bool:
     if name in _SHAPED_BY_VALUES:
         return True
     return name == "aten::index" and any(
-        index.dtype in (torch.bool, torch.uint8) for index in _tensors((args[1],))
+        index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1])
     )

@@ -76,21 +76,23 @@ class Memory:
         )
 
 
-def storage_key(tensor: Any) -> int | None:
-    """Return the key of a tensor's storage, the same as that of its :class:`Memory`; None for a
-    tensor without one.
-    """
+def storage_of(tensor: Any) -> Any:
+    """Return a tensor's storage; None for one without: it is sparse, or a wrapper."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
 
 
+def storage_key(tensor: Any) -> int | None:
+    """Return the key of a tensor's storage, the same as that of its :class:`Memory`; None for a
+    tensor without one.
+    """
+    storage = storage_of(tensor)
+    return None if storage is None else int(storage._cdata)
+
+
 def memory_of(tensor: Any) -> Memory | None:
     """Return the memory of a tensor; None if it is empty, or not strided."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    try:
-        return Memory(tensor)
-    except (RuntimeError, NotImplementedError):  # a subclass without a storage
-        return None
+    is_known = tensor.layout is torch.strided and tensor.numel() and storage_of(tensor) is not None
+    return Memory(tensor) if is_known else None

@@ -60,16 +60,17 @@ def operands_of(spec: tap.OpSpec, arguments: tuple[Any, ...], rank: int) -> list
     return [
         Operand(tensor, position in spec.writes if spec.writes else not only_read)
         for position in spec.tensors
-        for tensor in _tensors(arguments[position])
+        for tensor in tensors_in(arguments[position])
     ]
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an argument: itself, or those of a list."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 class OpAccess:
@@ -86,7 +87,7 @@ class OpAccess:
         """Yield the tensors that a call reads or writes."""
         for position, name, written in self.arguments:
             value = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 yield Operand(tensor, written)
 
 
