@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from commlens.check.prediction import (
@@ -67,9 +68,10 @@ class _Search:
         self._meshes: list[Dimension] = []
         self._names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
         self._random = random.Random(world_size)
-        self._kinds: dict[int, tuple[int, ...]] = {}
-        self._places: dict[tuple[Dimension, int], int] = {}
-        self._fixed: dict[int, frozenset[int]] = {}
+        # of a rank, of a place, of a class: they hold until another rank is run
+        self._kind = cache(self._find_kind)
+        self._nearest_class = cache(self._find_nearest_class)
+        self._fixed_peers = cache(self._find_fixed_peers)
 
     def result(self, also: Iterable[int]) -> Classes:
         self._run_and_classify({0, self._size - 1, *also})
@@ -173,7 +175,8 @@ class _Search:
         wanted = sorted({*self._ran, *ranks})
         before = self._ran
         self._ran = dict(self._run(wanted))
-        self._kinds, self._places, self._fixed = {}, {}, {}
+        for known in (self._kind, self._nearest_class, self._fixed_peers):
+            known.cache_clear()
         self._names = names_in(self._ran.values())
         self._note_dimensions()
         if any(self._ran[rank] is not sequence for rank, sequence in before.items()):
@@ -207,27 +210,26 @@ class _Search:
 
     # --- what the others do
 
-    def _kind(self, rank: int) -> tuple[int, ...]:
+    def _find_kind(self, rank: int) -> tuple[int, ...]:
         """Return the classes of the positions of a rank along all dimensions but the world."""
-        if rank not in self._kinds:
-            self._kinds[rank] = tuple(
-                self._nearest_class(each, each.position(rank))
-                for each in self._dimensions
-                if each != self._world
-            )
-        return self._kinds[rank]
+        return tuple(
+            self._nearest_class(each, each.position(rank))
+            for each in self._dimensions
+            if each != self._world
+        )
 
-    def _nearest_class(self, dimension: Dimension, place: int) -> int:
+    def _find_nearest_class(self, dimension: Dimension, place: int) -> int:
         """Return the class of the nearest rank that was run on the axis of a dimension."""
-        found = self._places.get((dimension, place))
-        if found is None:
-            nearest = min(
-                (each for each in range(dimension.size) if each * dimension.stride in self._ran),
-                key=lambda each: abs(each - place),
-            )
-            found = self._class_of[nearest * dimension.stride]
-            self._places[dimension, place] = found
-        return found
+        nearest = min(
+            (each for each in range(dimension.size) if each * dimension.stride in self._ran),
+            key=lambda each: abs(each - place),
+        )
+        return self._class_of[nearest * dimension.stride]
+
+    def _find_fixed_peers(self, number: int) -> frozenset[int]:
+        """Return the messages whose peer is at a fixed place, for all ranks of a class."""
+        first, *others = self._members[number]
+        return fixed_peers(first, others)
 
     def _most_similar_rank(self, rank: int) -> int:
         """Return the rank that was run and is most similar to a rank."""
@@ -259,11 +261,8 @@ class _Search:
         if rank in self._ran:
             return self._ran[rank]
         like = self._most_similar_rank(rank)
-        number = self._class_of[like]
-        if number not in self._fixed:
-            members = self._members[number]
-            self._fixed[number] = fixed_peers(members[0], members[1:])
-        return predict(self._ran[like], rank, self._names, self._fixed[number])
+        fixed = self._fixed_peers(self._class_of[like])
+        return predict(self._ran[like], rank, self._names, fixed)
 
 
 def _dimension(event: Issue | Setup) -> Dimension | None:
