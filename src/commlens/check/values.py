@@ -2,24 +2,24 @@
 and the answers that ``--branch`` gives there.
 
 A value is unknown if another rank sends it, or if it is computed from an unknown value
-(``origins.py``). Reading a number decides nothing yet; ``followed.py`` sees when it does. Tried on
-torch 2.6.0, 2.13.0 and 2.15.0.
+(``origins.py``). Reading a number decides nothing yet: it is followed until the program takes a
+branch by it. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from commlens.check import followed
 from commlens.check.branches import Answers, BranchLine, Choice, How, Moment, Value
 from commlens.check.exchange import CheckExchange
 from commlens.check.origins import UNKNOWN, Origins, ValueOrigin, alike_in, joined
@@ -98,7 +98,7 @@ class Values:
     def __enter__(self) -> Values:
         with contextlib.ExitStack() as stack:
             stack.callback(self._patches.restore)
-            followed.install(self._patches)
+            follow_through_math(self._patches)
             self._patches.wrap(torch.autograd, "_engine_run_backward", self._run_backward)
             self._patches.replace_aliases()
             stack.enter_context(self._origins)
@@ -142,7 +142,7 @@ class Values:
             return reader.decide(value)
         if isinstance(value, int):
             reader.lose(value)  # a range or a shape of an int is not seen
-        return followed.follow(value, reader)
+        return follow(value, reader)
 
     def _lost(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Return a value that can no longer be followed."""
@@ -206,7 +206,7 @@ class Values:
     def _follow_into(self, result: Any, args: Any) -> Any:
         """Give a tensor that is computed from a followed number its origin."""
         if isinstance(result, torch.Tensor):
-            readers = [each.reader for each in args if type(each) in followed.FOLLOWED]
+            readers = [each.reader for each in args if type(each) in FOLLOWED]
             if not all(each.settled for each in readers):
                 self._origins.mark(result, UNKNOWN)
         return result
@@ -221,7 +221,9 @@ class Values:
     # --- what readers report
 
     def decide(self, outcome: bool, reader: _Reader) -> bool:
-        """Return the answer to a question for a truth value."""
+        """Return the answer to a question for a truth value: the outcome, or the one that the check
+        has chosen in order to explore the other branch.
+        """
         place = user_frame(sys._getframe())
         choice = None if place is None else self._choice(place, truth=True)
         if place is not None and choice is not None:
@@ -368,3 +370,145 @@ def _read_by_torch_itself() -> bool:
         if kind_of_file(file) is FrameKind.USER:
             return False
     return False
+
+
+# --- followed numbers
+#
+# A followed number is an int or float of the same value. It reports when it is compared or used as
+# a truth value. The results of computations with it are followed, too.
+
+
+class FollowedFloat(float):
+    """A float that reports to its reader."""
+
+    reader: _Reader
+
+
+class FollowedInt(int):
+    """An int that reports to its reader."""
+
+    reader: _Reader
+
+
+FOLLOWED = (FollowedFloat, FollowedInt)
+
+_registered: list[Any] = []  # kept alive: nothing else may get their addresses
+
+
+def follow(value: Any, reader: _Reader) -> Any:
+    """Return an int or a float as a followed number; other values as they are."""
+    followed: Any
+    if type(value) is float:
+        followed = FollowedFloat(value)
+    elif type(value) is int:
+        followed = FollowedInt(value)
+    else:
+        return value
+    followed.reader = reader
+    return followed
+
+
+def follow_through_math(patches: Patches) -> None:
+    """Follow numbers through the functions of ``math``, which call none of a number's methods."""
+    from torch.jit import _builtins
+
+    table = _builtins._get_builtin_table()
+    for name in ("isnan", "isinf", "isfinite", "exp", "log", "log2", "log10", "sqrt", "pow"):
+        original = getattr(math, name)
+        patches.wrap(math, name, _call_and_follow)
+        wrapper = getattr(math, name)
+        if id(original) in table:  # torch.jit.script knows a function by its address
+            _builtins._register_builtin(wrapper, table[id(original)])
+            _registered.append(wrapper)
+
+
+def _call_and_follow(original: Callable[..., Any], *args: Any) -> Any:
+    reader = _joined_reader(args)
+    result = original(*args)
+    return result if reader is None else _with_reader(result, reader)
+
+
+def _with_reader(result: Any, reader: _Reader) -> Any:
+    """Return a result as the program gets it: a truth value as the reader decides it, a number as
+    a followed one.
+    """
+    if type(result) is bool:
+        return reader.decide(result)
+    if type(result) is tuple:  # divmod
+        return tuple(follow(each, reader) for each in result)
+    return follow(result, reader)
+
+
+def _joined_reader(values: tuple[Any, ...]) -> _Reader | None:
+    found: _Reader | None = None
+    for value in values:
+        if type(value) in FOLLOWED:
+            found = value.reader if found is None else found.join(value.reader)
+    return found
+
+
+def _computation(base: type[Any], name: str) -> Callable[..., Any]:
+    original = getattr(base, name)
+
+    def compute(self: Any, *others: Any) -> Any:
+        result = original(self, *others)
+        # Python would go on to the plain float's reflected method, whose result is not followed.
+        if result is NotImplemented and base is int and isinstance(others[0], float):
+            result = getattr(float, name)(float(int.__int__(self)), *others)
+        reader = None if result is NotImplemented else _joined_reader((self, *others))
+        return result if reader is None else _with_reader(result, reader)
+
+    return compute
+
+
+def _conversion(base: type[Any], name: str) -> Callable[..., Any]:
+    original = getattr(base, name)
+
+    def convert(self: Any, *others: Any) -> Any:
+        self.reader.lose(self)
+        return original(self, *others)
+
+    return convert
+
+
+_COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+_COMPUTATIONS = [
+    *(
+        f"__{prefix}{name}__"
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
+        for prefix in ("", "r")
+    ),
+    "__neg__",
+    "__pos__",
+    "__abs__",
+]
+_OF_INTS = [
+    *(
+        f"__{prefix}{name}__"
+        for name in ("and", "or", "xor", "lshift", "rshift")
+        for prefix in ("", "r")
+    ),
+    "__invert__",
+]
+_CONVERSIONS = ("__int__", "__float__", "__trunc__", "__round__", "__floor__", "__ceil__")
+"""Make a plain number, which is not followed any more."""
+
+
+def _fill(kind: type[Any], base: type[Any]) -> None:
+    for name in [*_COMPARISONS, *_COMPUTATIONS, *(_OF_INTS if base is int else ())]:
+        setattr(kind, name, _computation(base, name))
+    for name in _CONVERSIONS:
+        setattr(kind, name, _conversion(base, name))
+    plain: Callable[[Any], Any] = int.__int__ if base is int else float.__float__
+    for name, method in {
+        "__hash__": base.__hash__,
+        "__bool__": lambda self: self.reader.decide(bool(plain(self))),
+        "__reduce_ex__": lambda self, protocol: (base, (plain(self),)),
+        "__copy__": lambda self: self,
+        "__deepcopy__": lambda self, memo: self,
+    }.items():
+        setattr(kind, name, method)
+
+
+_fill(FollowedFloat, float)
+_fill(FollowedInt, int)

@@ -1,4 +1,4 @@
-"""Tests of src/commlens/check/followed.py."""
+"""Tests of src/commlens/check/values.py: followed numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 
-from commlens.check.followed import FOLLOWED, Reader, follow, install
+from commlens.check.values import FOLLOWED, follow, follow_through_math
 from commlens.tracing.patches import Patches
 
 
@@ -29,7 +29,7 @@ class Asked:
     def lose(self, value: float) -> None:
         self.lost.append(value)
 
-    def join(self, other: Reader) -> Reader:
+    def join(self, other: Asked) -> Asked:
         return self
 
 
@@ -100,7 +100,7 @@ def test_what_only_shows_a_number_does_not_lose_it() -> None:
 def test_math_asks_for_the_truth_too() -> None:
     patches, reader = Patches(), Asked()
     with_patches = follow(1.0, reader)
-    install(patches)
+    follow_through_math(patches)
     try:
         assert not math.isnan(with_patches)
         assert type(math.exp(with_patches)) in FOLLOWED
