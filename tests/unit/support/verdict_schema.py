@@ -8,9 +8,10 @@ import jsonschema
 import msgspec
 
 from commlens.model.verdict import Verdict
-from commlens.reports.json_report import schema
+from conftest import SOURCE
 
-_VALIDATOR = jsonschema.Draft202012Validator(schema())
+_SCHEMA = SOURCE / "commlens" / "reports" / "schemas" / "verdict-2.schema.json"
+_VALIDATOR = jsonschema.Draft202012Validator(msgspec.json.decode(_SCHEMA.read_bytes()))
 
 
 def hold_to_schema(verdict: Verdict) -> None:
