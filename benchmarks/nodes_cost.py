@@ -43,14 +43,14 @@ from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
+from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import (
-    collecting,
     meeting_places,
     periods,
     remote_evidence,
     states_tree,
 )
-from commlens.watch.nodes import exchange as meeting
+from commlens.watch.nodes import states as node_states
 from commlens.watch.nodes.beat import key, pack_digests
 from commlens.watch.nodes.calls import wake_key
 from commlens.watch.nodes.remote_evidence import (
@@ -406,7 +406,7 @@ def measure_stall(
     evidence = Evidence(world_size)
     here = remote_evidence.unpack(evidence.packed(0, RECORDS), "node0").logs
     own = evidence.states(0)
-    collecting.unpack_states = counted(collecting.unpack_states)
+    node_states.unpack_states = counted(node_states.unpack_states)
     remote_evidence.unpack = counted(remote_evidence.unpack)
     began, cpu_began = time.monotonic(), cpu_s()
     few = few_ranks(first, own, lambda: here)

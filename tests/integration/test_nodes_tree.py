@@ -173,7 +173,7 @@ def test_a_fault_that_is_certain_is_reported_before_the_stall_timeout(
     assert verdict["culprits"] == [5] and verdict["certain"]
 
 
-@pytest.mark.long  # unit/watch/nodes/test_collecting.py loses nodes
+@pytest.mark.long  # unit/watch/nodes/test_states_collecting.py loses nodes
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)
 def test_nobody_is_blamed_for_a_watcher_that_is_killed_when_it_is_asked(
     tmp_path: Path, count: int, per_node: int

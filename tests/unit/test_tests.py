@@ -153,7 +153,7 @@ NOT_YET = {
         native/cache
     """,
     "unit/outside/test_verdict.py": """
-        outside/sample outside/waits
+        outside/sample
     """,
     "unit/processes/test_senders.py": """
         model/sender
@@ -198,9 +198,6 @@ NOT_YET = {
     "unit/watch/mismatches/test_deferred_verification.py": """
         watch/mismatches/channel_progress watch/mismatches/comparison
         watch/mismatches/report watch/mismatches/signatures
-    """,
-    "unit/watch/nodes/test_exchange.py": """
-         watch/nodes/meeting_places
     """,
     "unit/watch/nodes/test_remote_evidence.py": """
         watch/snapshot

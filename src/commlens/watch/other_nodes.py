@@ -24,11 +24,10 @@ from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import QUESTION, Beat, Request, decoded, key
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
 from commlens.watch.nodes.calls import wake
-from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.meeting_places import Client, Place, Store, places, stored
 from commlens.watch.nodes.periods import asked_period_s, rests_long
 from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, NodeEvidence, pack_snapshot
-from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states import Collecting, States
 from commlens.watch.nodes.states_tree import TREE_ABOVE, Tree
 from commlens.watch.nodes.status_answers import StatusAnswer, store_request
 from commlens.watch.roster import Roster

@@ -40,7 +40,6 @@ from commlens.watch.nodes.beat import (
 )
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, STALE_S, Bundles, bundled_by, store_bundle
 from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
-from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.known_nodes import KnownNodes, Lost, NodesView
 from commlens.watch.nodes.meeting_places import Client, Place, places, stored
 from commlens.watch.nodes.periods import (
@@ -54,7 +53,7 @@ from commlens.watch.nodes.periods import (
     rest_period_s,
     rests_long,
 )
-from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states import Collecting, States
 from commlens.watch.nodes.states_tree import Tree
 from commlens.watch.nodes.status_answers import StatusAnswers
 from commlens.watch.roster import Member

@@ -34,7 +34,6 @@ class NodesView(NamedTuple):
     value changes.
     """
 
-    peers: list[Known]
     live: list[Beat]  # those that live, by slot
     until: float  # time.monotonic() at which one of them is taken as lost if it stays silent
     first: Beat | None  # of those that live: the one that would report
@@ -112,7 +111,6 @@ class KnownNodes:
         heard = [known.beat for known in peers if known.lives]
         unfinished = (known.beat.order for known in peers if not known.beat.finished)
         return NodesView(
-            peers,
             live,
             min((known.changed for known in living), default=now) + self.lost_s,
             min(live, key=lambda beat: beat.order, default=None),

@@ -1,10 +1,12 @@
-"""The states of a node's ranks, and of all ranks below it in the tree: only which ranks share a
-state, not what the state is.
+"""The states of a node's ranks, and of all ranks below it in the tree, which it collects: only
+which ranks share a state, not what the state is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,10 @@ from commlens.errors import FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer
+from commlens.watch.nodes.beat import COMMAND, Request, key
+from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.remote_evidence import LOOK_S, newest_records
+from commlens.watch.nodes.states_tree import LEVEL_S
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import observe
 
@@ -37,10 +42,10 @@ class States(msgspec.Struct, array_like=True):
 
     def add(self, other: States) -> None:
         """Add the ranks of other nodes. What was added before may be added again."""
-        for key, mask in other.by_key.items():
-            self.by_key[key] = self.by_key.get(key, 0) | mask
-        for key, mask in other.poses.items():
-            self.poses[key] = self.poses.get(key, 0) | mask
+        for state, mask in other.by_key.items():
+            self.by_key[state] = self.by_key.get(state, 0) | mask
+        for pose, mask in other.poses.items():
+            self.poses[pose] = self.poses.get(pose, 0) | mask
         self.alone |= other.alone
         self.too_many |= other.too_many or len(self.by_key) > STATES_MAX
 
@@ -82,21 +87,21 @@ def states_of(
     """
     found = States()
     for number, member in enumerate(members):
-        key = pose = None
+        state = pose = None
         if member.box is not None and member.status is not None:
             try:
                 log = member.box.log(newest=newest_records(member.box.status(), RECORDS))
                 log.observation = observations.get(member.pid, Observation())
                 log.health = health if not number else None
-                key, pose = state_key(log), pose_key(log)
+                state, pose = state_key(log), pose_key(log)
             except FormatError:
-                key = pose = None
+                state = pose = None
         if pose is not None and member.rank >= 0:
             found.poses[pose] = found.poses.get(pose, 0) | 1 << member.rank
-        if key is None or member.rank < 0:
+        if state is None or member.rank < 0:
             found.alone |= 1 << max(member.rank, 0)
         else:
-            found.by_key[key] = found.by_key.get(key, 0) | 1 << member.rank
+            found.by_key[state] = found.by_key.get(state, 0) | 1 << member.rank
     return found
 
 
@@ -110,9 +115,9 @@ def states_snapshot(folders: Sequence[Path]) -> States:
 def fit(states: States, logs: Iterable[RankLog]) -> bool:
     """Return whether ranks are still in their states, as far as their records tell."""
     for log in logs:
-        key = next((key for key, mask in states.by_key.items() if mask >> log.rank & 1), None)
-        now = state_key(log) if key is not None else None
-        if key is not None and (now is None or records_of(now) != records_of(key)):
+        state = next((each for each, mask in states.by_key.items() if mask >> log.rank & 1), None)
+        now = state_key(log) if state is not None else None
+        if state is not None and (now is None or records_of(now) != records_of(state)):
             return False
     return True
 
@@ -150,3 +155,90 @@ def unpack_states(content: bytes, request: tuple[int, int]) -> States | None:
 
 def _bytes(mask: int) -> bytes:
     return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+# --- collected along the tree
+
+STATES: Final = "states"
+"""The kind of value that answers the node that reports."""
+LOOK_STATES: Final = "look-states"
+"""The kind of value that answers ``commlens status``."""
+
+
+class Collecting:
+    """The states collected for one request. Its methods may be called from any thread.
+
+    Args:
+        request: for the states of all ranks.
+        slot: of the node that collects; None: the requester collects, and reads the root's sum.
+        began: ``time.monotonic()`` at which the request was seen.
+        period_s: between two looks of a node at the values of others.
+    """
+
+    def __init__(
+        self, request: Request, slot: int | None, *, began: float, period_s: float
+    ) -> None:
+        assert request.tree is not None
+        self.request = request
+        self.sum = States()
+        self.has_own = slot is None  # the states of the node that collects were added
+        self.is_done = False  # all is collected and, by a node of the tree, stored
+        self._tree = tree = request.tree
+        self._slot = slot
+        self._kind = LOOK_STATES if request.slot == COMMAND else STATES
+        self._began = began
+        self._until = (
+            began + LEVEL_S + tree.patience_s(tree.first, period_s)
+            if slot is None
+            else began + tree.patience_s(slot, period_s)
+        )
+        self._period_s = period_s
+        self._waits_for = {tree.first} if slot is None else set(tree.children(slot))
+        self._moved_up: set[int] = set()  # their children were asked in their place
+        self._lock = threading.Lock()
+
+    def to_read(self, now: float) -> list[int]:
+        """Return the slots of the nodes whose values to read now."""
+        for slot in sorted(self._waits_for - self._moved_up):
+            if now > self._began + self._tree.patience_s(slot, self._period_s):
+                self._moved_up.add(slot)
+                self._waits_for.update(self._tree.children(slot))
+        return sorted(self._waits_for)
+
+    def add_own(self, states: States) -> None:
+        """Add the states of this node's own ranks."""
+        with self._lock:
+            self.sum.add(states)
+        self.has_own = True
+
+    def add(self, slot: int, states: States) -> None:
+        """Add the states that a node stored."""
+        self._waits_for.discard(slot)
+        with self._lock:
+            self.sum.add(states)
+
+    def collect(self, client: Client) -> None:
+        """Add the states that nodes have stored since, and store the sum once no node is waited
+        for.
+        """
+        for slot, value in stored(client, self._kind, self.to_read(time.monotonic())).items():
+            states = unpack_states(value, self.request.id)
+            if states is not None:
+                self.add(slot, states)
+        self.is_done = self.is_complete(time.monotonic())
+        if self.is_done and self._slot is not None:
+            client.set(key(self._kind, self._slot), pack_states(self.copy(), self.request.id))
+            client.get([])  # send it
+
+    def is_complete(self, now: float) -> bool:
+        """Return whether no node is waited for any longer: all have answered, this node's own
+        watcher among them, or it is too late.
+        """
+        return now > self._until or (self.has_own and not self._waits_for)
+
+    def copy(self) -> States:
+        """Return a copy of the states collected so far."""
+        copy = States()
+        with self._lock:
+            copy.add(self.sum)
+        return copy

@@ -14,9 +14,8 @@ from typing import Final
 import msgspec
 
 from commlens.watch.nodes.beat import QUESTION, Request, key
-from commlens.watch.nodes.collecting import Collecting
 from commlens.watch.nodes.meeting_places import Client, stored
-from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states import Collecting, States
 
 log = logging.getLogger("commlens")
 

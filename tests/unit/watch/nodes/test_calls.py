@@ -32,7 +32,9 @@ def eventually(condition: Callable[[], Any], timeout_s: float = AT_ONCE_S) -> An
     return result
 
 
-@pytest.fixture(params=["store", long("folder")])  # test_folder_client.py has the same calls
+@pytest.fixture(
+    params=["store", long("folder")]
+)  # test_meeting_places_folder.py has the same calls
 def place(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Place]:
     if request.param == "folder":
         yield Folder(tmp_path / "meet")

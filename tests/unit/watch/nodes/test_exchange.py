@@ -21,7 +21,6 @@ from commlens.blackbox import layout
 from commlens.watch import other_nodes
 from commlens.watch.nodes import (
     bundles,
-    folder_client,
     known_nodes,
     lost,
     meeting_places,
@@ -63,7 +62,6 @@ def serve_store() -> subprocess.Popen[bytes]:
 
 _MODULES = (
     bundles,
-    folder_client,
     known_nodes,
     lost,
     meeting_places,

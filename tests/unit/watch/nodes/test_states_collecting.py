@@ -6,8 +6,7 @@ import pytest
 
 from commlens.watch.nodes import states_tree
 from commlens.watch.nodes.beat import Request
-from commlens.watch.nodes.collecting import Collecting
-from commlens.watch.nodes.states import States
+from commlens.watch.nodes.states import Collecting, States
 from commlens.watch.nodes.states_tree import Tree
 
 

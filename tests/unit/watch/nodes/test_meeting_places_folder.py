@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commlens.watch.nodes.beat import QUESTION
-from commlens.watch.nodes.folder_client import FolderClient
+from commlens.watch.nodes.meeting_places import FolderClient
 
 
 def test_a_folder_offers_the_same_calls(tmp_path: Path):
