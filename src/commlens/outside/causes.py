@@ -1,5 +1,5 @@
 """The faults of a job that is only seen from outside: which rank stands where no other rank stands,
-in which call.
+in which call. If all ranks wait in calls, the calls are compared.
 
 A pure function of the samples. Stacks hold no sequence numbers and no members of groups, so each
 cause says how sure it can be, and names no rank where the evidence does not decide.
@@ -7,25 +7,32 @@ cause says how sure it can be, and names no rank where the evidence does not dec
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from commlens.diagnosis.causes.context import doing_of
 from commlens.diagnosis.index.activity import Activity
 from commlens.model.cause import (
+    Arguments,
     Confidence,
+    Cycle,
     Dead,
     Doing,
     Doubt,
+    Issued,
+    Kind,
+    LoopRound,
+    Mismatch,
     Missing,
     NoneWaits,
+    RingWait,
+    StuckInside,
     Unrecorded,
     Working,
 )
 from commlens.outside.sample import RankSample
-from commlens.outside.seen import Found, SeenJob, ranks_of
-from commlens.outside.waits import compare_waits
+from commlens.outside.seen import Found, SeenJob, collective_of, ranks_of, source_of
 
 
 def find_causes(job: SeenJob) -> list[Found[Any]]:
@@ -38,7 +45,7 @@ def find_causes(job: SeenJob) -> list[Found[Any]]:
         return _absent(job)
     if job.moving:
         return [_moving(job)]
-    return [_unread(job)] if job.unread else [compare_waits(job)]
+    return [_unread(job)] if job.unread else [_compare_waits(job)]
 
 
 def none_waits(job: SeenJob) -> NoneWaits:
@@ -202,3 +209,272 @@ def _moving(job: SeenJob) -> Found[Working]:
             waits=job.waits(),
         ),
     )
+
+
+# --- all ranks wait in calls
+
+_BLIND: Final = frozenset({"request", "device"})
+"""Calls that do not show which ranks they wait for."""
+
+
+def _compare_waits(job: SeenJob) -> Found[Any]:
+    """Find the cause if all ranks of a job wait in calls."""
+    return _ring(job) or _unmet(job) or _sides_of_a_world(job) or _sides(job, job.stuck)
+
+
+def _ring(job: SeenJob) -> Found[Cycle] | None:
+    """Find ranks whose messages wait for each other."""
+    peer = {
+        one.rank: one.call.peer
+        for one in job.stuck
+        if one.call is not None and one.call.kind == "message"
+    }
+    for start in sorted(peer):
+        path = [start]
+        while (following := peer.get(path[-1])) is not None and following not in path:
+            path.append(following)
+        if following is not None:
+            ring = path[path.index(following) :]
+            return _ring_of(job, [one for one in job.stuck if one.rank in ring])
+    return None
+
+
+def _ring_of(job: SeenJob, members: Sequence[RankSample]) -> Found[Cycle]:
+    ahead = _odd_round(members) if len(members) == 2 else None
+    # which of them called in the wrong order cannot be seen
+    culprits = [ahead.rank] if ahead is not None else []
+    first = next((one for one in members if one.rank in culprits), members[0])
+    cause = Cycle(
+        kind="cycle",
+        why="skipped" if ahead is not None else "in-collective",
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="rounds" if ahead is not None else "undecided",
+        victims=[rank for rank in ranks_of(job.stuck) if rank not in culprits],
+        confidence="medium",
+        ranks=ranks_of(members),
+        ring=[
+            RingWait(one.rank, one.call.peer, collective_of(one.call), source=source_of(one))
+            for one in members
+            if one.call is not None and one.call.peer is not None
+        ],
+        other_round=ahead,
+    )
+    return Found("ring", cause, first.line, [members])
+
+
+def _unmet(job: SeenJob) -> Found[Missing] | None:
+    """Find a message whose other rank is in a collective: that rank left out its part, or the
+    message is one too many.
+    """
+    by_rank = {one.rank: one for one in job.stuck}
+    for one in job.stuck:
+        if one.call is None or one.call.kind != "message" or one.call.peer is None:
+            continue
+        other = by_rank.get(one.call.peer)
+        if other is not None and other.call is not None and other.call.kind != "message":
+            return Found("unmet", _unmet_cause(job, one, other), one.line, [[one], [other]])
+    return None
+
+
+def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
+    return Missing(
+        kind="missing",
+        why="skipped",
+        root_cause=True,
+        blamed_by="undecided",
+        victims=ranks_of(job.stuck),
+        confidence="low",
+        ranks=[other.rank],
+        processes=["alive"],
+        outcome="message-missing",
+        came=[one.rank],
+        activity=Doing(
+            "in-collective", works=False, observed=True, unclear=False, source=source_of(other)
+        ),
+        waits=job.waits(),
+        doubt="undecided",
+    )
+
+
+def _sides_of_a_world(job: SeenJob) -> Found[Any] | None:
+    """Compare the calls in which the ranks of one of several worlds wait, if each of these calls
+    needs the whole world.
+    """
+    for world in job.worlds.worlds if job.worlds.are_several else ():
+        members = [one for one in job.stuck if one.rank in world.numbers]
+        if len(members) == world.size and all(map(job.own_world, members)):
+            found = _sides(job, members)
+            if found.seen == "sides":
+                return found
+    return None
+
+
+def _sides(job: SeenJob, stuck: Sequence[RankSample]) -> Found[Any]:
+    """Compare the calls in which ranks wait. The majority decides if every rank must reach one of
+    the two calls, and the ranks are of one world.
+    """
+    classes: dict[object, list[RankSample]] = defaultdict(list)
+    for one in stuck:
+        assert one.call is not None
+        call = one.call.kind, one.call.op, one.call.root
+        classes[(*call, job.own_world(one), one.path)].append(one)
+    sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
+    if len(sides) == 1:
+        return _out_of_round(job) or _find_stuck_inside(job)
+    world = job.world_of(stuck[0].rank)
+    if all(one.rank in world for one in stuck) and not any(
+        one.call.by_hand for one in stuck if one.call is not None
+    ):
+        return Found("sides", _disagreement(job, sides, stuck), sides[0][0].line, sides)
+    return Found("apart", _stuck_inside_cause(job, []), sides[0][0].line, sides)
+
+
+def _disagreement(
+    job: SeenJob, sides: Sequence[Sequence[RankSample]], stuck: Sequence[RankSample]
+) -> Mismatch | Cycle:
+    odd, most = sides[0], sides[-1]
+    other_round = _odd_round(stuck)
+    decided = _is_decided(sides)
+    kind = _kind_of(odd[0], most[0], decided=decided)
+    if kind == "cycle":
+        return Cycle(
+            kind="cycle",
+            why="in-collective",
+            root_cause=True,
+            blamed_by="undecided",
+            victims=ranks_of(job.stuck),
+            confidence="low",
+            ranks=ranks_of(job.stuck),
+            waits=job.waits(),
+            other_round=other_round,
+        )
+    call = odd[0].call
+    return Mismatch(
+        kind=kind,
+        why="skipped" if kind == "missing" else "in-collective",
+        root_cause=True,
+        culprits=ranks_of(odd) if decided else [],
+        blamed_by="majority" if decided else "undecided",
+        victims=ranks_of(most if decided else job.stuck),
+        confidence="medium" if decided else "low",
+        group=job.group_of(call, odd[0].rank) if call is not None else None,
+        number=0,
+        issued=[
+            Issued(
+                ranks_of(side),
+                collective_of(side[0].call),
+                Arguments(root=side[0].call.root),
+                source_of(side[0]),
+            )
+            for side in sides[:-9:-1]
+            if side[0].call is not None
+        ],
+        other_round=other_round,
+        doubt="groups-may-differ" if decided else "undecided",
+    )
+
+
+def _is_decided(sides: Sequence[Sequence[RankSample]]) -> bool:
+    """Return whether the ranks of the first side are to blame: it has fewer than the only other
+    one, and one of the calls needs all ranks.
+    """
+    odd, most = sides[0], sides[-1]
+    if len(sides) != 2 or len(odd) == len(most):
+        return False
+    calls = [call for call in (odd[0].call, most[0].call) if call is not None]
+    # A rank that alone waits for a key waits for one other, which may be any of them.
+    waits_for_key = odd[0].call is not None and odd[0].call.kind == "store"
+    comparable = any(call.needs_world for call in calls) and not any(
+        call.kind in _BLIND for call in calls
+    )
+    return comparable and not waits_for_key
+
+
+def _kind_of(odd: RankSample, most: RankSample, *, decided: bool) -> Kind:
+    if odd.call is None or most.call is None:
+        return "missing"
+    if odd.path == most.path and odd.call.op == most.call.op and odd.call.root != most.call.root:
+        return "mismatch/root"
+    if (
+        odd.call.op != most.call.op
+        and odd.call.kind == most.call.kind == "collective"
+        and (decided or odd.call.group == most.call.group)
+    ):
+        return "mismatch/op"
+    return "missing" if decided else "cycle"
+
+
+def _out_of_round(job: SeenJob) -> Found[Mismatch] | None:
+    """Find the rank that waits at the same line as all others, in another round of its loop."""
+    several = job.worlds.are_several  # their loops need not be in step
+    ahead = _odd_round(job.stuck) if len(job.stuck) > 2 and not several else None
+    if ahead is None:
+        return None
+    odd = next(one for one in job.stuck if one.rank == ahead.rank)
+    call = odd.call
+    assert call is not None
+    cause = Mismatch(
+        kind="missing",
+        why="skipped",
+        root_cause=True,
+        culprits=[ahead.rank],
+        blamed_by="rounds",
+        victims=[rank for rank in ranks_of(job.stuck) if rank != ahead.rank],
+        confidence="low",
+        group=job.group_of(call, odd.rank),
+        number=0,
+        issued=[
+            Issued(ranks_of(job.stuck), collective_of(call), Arguments(), source_of(odd)),
+        ],
+        departure="either",
+        other_round=ahead,
+        doubt="groups-may-differ",
+    )
+    return Found("out-of-round", cause, odd.line)
+
+
+def _find_stuck_inside(job: SeenJob) -> Found[StuckInside]:
+    """Report ranks that all wait at the same line: the call itself does not complete."""
+    busy = [
+        one.rank
+        for one in job.stuck
+        if job.doing[one.rank].works and not job.doing[one.rank].unclear
+    ]
+    return Found("inside", _stuck_inside_cause(job, busy), job.stuck[0].line)
+
+
+def _stuck_inside_cause(job: SeenJob, busy: list[int]) -> StuckInside:
+    return StuckInside(
+        kind="waiting" if busy else "stuck-inside",
+        why="in-collective",
+        root_cause=not busy,
+        blamed_by="nobody" if busy else "unknown",
+        victims=ranks_of(job.stuck),
+        confidence="low",
+        state="moving" if busy else "no-progress",
+        ranks=ranks_of(job.stuck),
+        waits=job.waits(),
+        busy=busy,
+    )
+
+
+def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:
+    """Return the only rank whose loop variable differs from all others', or the one of two ranks
+    that is ahead; None if there is none.
+    """
+    for name in members[0].counters:
+        values = {one.counters[name]: one.rank for one in members if name in one.counters}
+        counts = Counter(one.counters.get(name) for one in members)
+        if None in counts or len(counts) != 2:
+            continue
+        odd = max(values) if len(members) == 2 else min(values, key=lambda value: counts[value])
+        if counts[odd] == 1:
+            others = sum(values) - odd
+            return LoopRound(values[odd], _variable(name), odd, others)
+    return None
+
+
+def _variable(counter: str) -> str:
+    """``"main.step" -> "step"``."""
+    return counter.rpartition(".")[2]
