@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
 
 from commlens.errors import CommandError
-from commlens.model.trace import Depth
+from commlens.model.trace import Depth, TraceData
 from commlens.traces.trace import Trace
 from commlens.tracing.preview.objects import Key, Message
 from commlens.tracing.preview.tensors import run_on_real_tensors
@@ -74,16 +75,9 @@ class Preview:
         self.error = None
         live = LiveTrace(depth=self._depth, preview=True)
         live.tracer.sees_fake_tensors = self._fake_tensors
-        data = live.data
+        take = functools.partial(run_on_real_tensors, live.tracer.data)
         with self._world(rank) as world:
-
-            def take() -> None:  # while the groups still exist
-                nonlocal data
-                data = run_on_real_tensors(live.tracer.data)
-                data.rank, data.world_size = world.rank, world.world_size
-                data.coverage.blind += world.blind
-
-            world.before_destroy = take
+            world.before_destroy = take  # it notes the groups while they exist
             live.start()
             try:
                 with _stop_after(self._steps, live):
@@ -93,7 +87,9 @@ class Preview:
             except BaseException as error:
                 self.error = error
             live.stop()
-            take()
+            data: TraceData = take()
+            data.rank, data.world_size = world.rank, world.world_size
+            data.coverage.blind += world.blind
         return Trace(data), world.objects.unknown
 
     def _learn(self, key: Key) -> None:
