@@ -9,33 +9,11 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from commlens.blackbox import job_dirs
 
 _KEY: Final = "commlens/numbers/"
-
-
-class Meeting(Protocol):
-    """Values that all ranks of the job can read, and a queue of reports for one reader.
-
-    All methods raise OSError or RuntimeError if the place cannot be reached.
-    """
-
-    def post(self, report: bytes) -> None:
-        """Add a report to the queue."""
-
-    def take(self) -> list[bytes]:
-        """Return the reports that were added since the last call. For one rank only."""
-
-    def keep(self, name: str, value: bytes) -> None:
-        """Keep a value under a name, unless there is one."""
-
-    def value(self, name: str) -> bytes | None:
-        """Return the value under a name; None if there is none."""
-
-    def discard(self, names: Sequence[str]) -> None:
-        """Remove values. They need not exist."""
 
 
 class SharedMemory:
@@ -60,7 +38,9 @@ class SharedMemory:
         write_file(self._path(name), report)
 
     def take(self) -> list[bytes]:
-        """Return the reports that were added since the last call, of each rank in its order."""
+        """Return the reports that were added since the last call, of each rank in its order. For
+        one rank only.
+        """
         prefix = job_dirs.NUMBERS + self._queue
         with os.scandir(self._folder) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(prefix))
@@ -83,7 +63,7 @@ class SharedMemory:
         return _content(self._path(name))
 
     def discard(self, names: Sequence[str]) -> None:
-        """Remove values."""
+        """Remove values. They need not exist."""
         for name in names:
             self._path(name).unlink(missing_ok=True)
 
@@ -133,7 +113,7 @@ class JobStore:
         self._store.set(f"{_KEY}{self._queue}{number}", report)
 
     def take(self) -> list[bytes]:
-        """Return the reports that were added since the last call."""
+        """Return the reports that were added since the last call. For one rank only."""
         last = self._store.add(f"{_KEY}{self._queue}count", 0)
         numbers = [*self._late, *range(self._next, last + 1)]
         self._next, self._late = last + 1, []
@@ -163,3 +143,9 @@ class JobStore:
         for name in names:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(_KEY + name)
+
+
+Meeting = SharedMemory | JobStore
+"""Values that all ranks of the job can read, and a queue of reports for one reader. All methods
+raise OSError or RuntimeError if the place cannot be reached.
+"""
