@@ -2,6 +2,10 @@
 
 A process that needs an object of another rank waits until that rank's process has sent it. A rank
 is run again from its start only if a value that it assumed turned out to be wrong.
+
+Both ways are needed. Without an object, a rank cannot go on. To wait for each small tensor would
+cost a pause of all processes each time, though few of them decide anything; and of a large world,
+not all ranks that gather objects are run.
 """
 
 from __future__ import annotations
@@ -84,14 +88,14 @@ class RankProcesses:
         its guesses.
         """
         wanted = sorted(set(ranks))
-        self._run([rank for rank in wanted if rank not in self._sequences])
+        self._run_to_end([rank for rank in wanted if rank not in self._sequences])
         for _ in range(_ROUNDS):
             self._shared.answers = common_answers(self._answers)
             to_rerun = {*disagreeing(self._answers, self._shared.answers)} & self._sequences.keys()
             to_rerun |= {rank for rank in self._sequences if self._gathers_are_outdated(rank)}
             if not to_rerun:
                 break
-            self._run(sorted(to_rerun))
+            self._run_to_end(sorted(to_rerun))
         for rank in wanted:
             if not self._gathers_are_outdated(rank):
                 sure, sequence = settled(self._gathered[rank]), self._sequences[rank]
@@ -102,7 +106,7 @@ class RankProcesses:
         """Check whether a rank gathered other objects than the ranks sent in their last runs."""
         return self._shared.differs(self._gathered[rank], self._sequences)
 
-    def _run(self, ranks: list[int]) -> None:
+    def _run_to_end(self, ranks: list[int]) -> None:
         """Run ranks to their end, and those that send objects to them. The sequences of senders
         that are not among ``ranks`` are not kept.
         """
@@ -113,7 +117,7 @@ class RankProcesses:
         def run_batch(batch: list[int]) -> list[Run]:
             # the whole batch before its results are shared: else the order in which its ranks
             # finish would change them
-            runs = self._runs_of(batch)
+            runs = self._run_until_they_wait(batch)
             for run in runs:
                 sequence, rank = run.sequence, run.sequence.rank
                 self._shared.add(run.sent, run.keys)
@@ -162,7 +166,7 @@ class RankProcesses:
             needs.pop(rank, None)
         return ready
 
-    def _runs_of(self, ranks: list[int]) -> list[Run]:
+    def _run_until_they_wait(self, ranks: list[int]) -> list[Run]:
         """Run some ranks, several at a time, until each has ended or needs something."""
         todo, players, runs = list(reversed(ranks)), list[Player](), list[Run]()
         with _shared_pages():
