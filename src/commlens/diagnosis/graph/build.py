@@ -17,6 +17,7 @@ from commlens.diagnosis.index.job_index import (
     has_issued,
     is_queued,
     lacks,
+    lost_count,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, Frame, State
@@ -271,7 +272,7 @@ class _GraphBuilder:
                 arrivals.no_record.append(member)
             elif track is None or track.last < number:
                 arrivals.add_behind(other, has_issued(other, key, number, since_ns), since_ns)
-            elif number in track.ops:
+            elif number in track.ops and not lost_count(other, key, number):
                 arrivals.add_met(other, track.ops[number])
         if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
             # it may be one of the group

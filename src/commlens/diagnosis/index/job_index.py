@@ -122,6 +122,8 @@ class RankView:
     unknown_message: Collective | None = None
     running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
     timed: bool = False  # it is recorded when an op starts to run on the device
+    # by channel of a library: index of the newest call without a number
+    unnumbered: dict[ChannelKey, int] = field(default_factory=dict)
     # Only of other tools' dumps:
     dump: RankColumns | None = None  # the log
     # number of completed sends or receives
@@ -416,7 +418,7 @@ class _RankIndexer:
             closer = self._closers.get(op.coalescing_id, op)
             if op.is_point_to_point:
                 self._add_message(key, op, closer)
-            elif op.sequence_number > 0 and closer is op:
+            elif closer is op:
                 self._add_to_track(key, op)
             if op.in_flight and closer is op:
                 open_ops.append(op)
@@ -439,7 +441,12 @@ class _RankIndexer:
             self.view.open_pairs.add(op.index)
 
     def _add_to_track(self, key: ChannelKey, op: Collective) -> None:
-        track, number = self.view.tracks.setdefault(key, Track()), op.sequence_number
+        number = op.sequence_number
+        if number <= 0:
+            if op.channel.library:
+                self.view.unnumbered[key] = op.index
+            return
+        track = self.view.tracks.setdefault(key, Track())
         track.ops[number] = op  # type: ignore[index]
         if op.coalescing_id:
             members = self._groups.get(op.coalescing_id, [])
@@ -679,13 +686,22 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     if key[3] == SETUP:
         unseen = view.log.initialised and not view.log.setups and not view.died
         return None if unseen else False
-    if view.lost_newest:
+    if view.lost_newest or lost_count(view, key, number):
         # of another tool's dump, not even the status tells: whether it counts messages, too, shows
         # in the entries
         return None
     if view.dump is None:
         return None if track is None and view.wrapped and view.log.collectives else False
     return _dump_shows_issue(view, view.dump.status.get(key[1]), key, number, since_ns)
+
+
+def lost_count(view: RankView, key: ChannelKey, number: int) -> bool:
+    """Return whether a rank has called a library without a number since its last numbered call, as
+    after an error that it caught: then nothing tells whether one of these is the call ``number``.
+    """
+    track = view.tracks.get(key) or Track()
+    last = track.ops.get(track.last)
+    return number >= track.last and view.unnumbered.get(key, 0) > (last.index if last else 0)
 
 
 def lacks(view: RankView, op: Collective) -> bool:
