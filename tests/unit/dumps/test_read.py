@@ -16,7 +16,7 @@ from boxes import MONO, UNIX, Box, busy_box
 from chosen import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_jobs import SEEN, let_everybody_in, live_job, ranks_of, run_code, unprivileged
+from live_jobs import SEEN, live_job, open_folder, ranks_of, run_code, unprivileged
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import OpenBox, read_box
@@ -415,20 +415,22 @@ class TestReading:
         evidence = read_evidence(["/dev/zero"])
         assert evidence.problems == ["/dev/zero is a device and is left out."]
 
-    def test_without_permission(self, tmp_path: Path) -> None:
-        job_dir = live_job(tmp_path)
-        (job_dir / "rank1.101.box").chmod(0)
-        hidden = tmp_path / "hidden"
-        hidden.mkdir(mode=0o700)
-        hidden.chmod(0)
-        let_everybody_in(tmp_path)
-        for path in job_dir.iterdir():
-            if path.name != "rank1.101.box":
-                path.chmod(0o644)
-        with unprivileged():
-            evidence = read_evidence([job_dir, hidden])
+    def test_without_permission(self) -> None:
+        with open_folder() as folder:
+            job_dir = live_job(folder)
+            (job_dir / "rank1.101.box").chmod(0)
+            hidden = folder / "hidden"
+            hidden.mkdir(mode=0o700)
+            hidden.chmod(0)
+            for path in (job_dir.parent, job_dir):
+                path.chmod(0o755)
+            for path in job_dir.iterdir():
+                if path.name != "rank1.101.box":
+                    path.chmod(0o644)
+            with unprivileged():
+                evidence = read_evidence([job_dir, hidden])
+            hidden.chmod(0o700)
         assert ranks_of(evidence) == [0, 2, 3]
-        hidden.chmod(0o700)
         assert evidence.problems == [
             f"{job_dir}/rank1.101.box could not be opened: permission denied.",
             f"{hidden} could not be listed: permission denied.",

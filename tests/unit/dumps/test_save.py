@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from boxes import busy_box
-from live_jobs import SEEN, let_everybody_in, live_job, ranks_of, run_code, unprivileged
+from live_jobs import SEEN, live_job, open_folder, ranks_of, run_code, unprivileged
 
 from commlens.blackbox.reader import read_box
 from commlens.dumps.detect import MARKER
@@ -202,16 +202,17 @@ class TestSaving:
         ):
             save_dump(live_job(tmp_path), tmp_path / root, {}, host="n03", keep=3)
 
-    def test_a_read_only_folder(self, tmp_path: Path) -> None:
-        job_dir = live_job(tmp_path, 1)
-        dumps = tmp_path / "dumps"
-        dumps.mkdir(mode=0o555)
-        let_everybody_in(tmp_path)
-        for path in tmp_path.rglob("*"):
-            path.chmod(0o755 if path.is_dir() and path != dumps else path.stat().st_mode | 0o444)
-        with unprivileged(), pytest.raises(DumpError) as error:
-            save_dump(job_dir, dumps, {}, host="n03", keep=3)
-        target = dumps / dump_name([job_dir])
+    def test_a_read_only_folder(self) -> None:
+        with open_folder() as folder:
+            job_dir = live_job(folder, 1)
+            dumps = folder / "dumps"
+            dumps.mkdir(mode=0o555)
+            for path in folder.rglob("*"):
+                is_open = path.is_dir() and path != dumps
+                path.chmod(0o755 if is_open else path.stat().st_mode | 0o444)
+            with unprivileged(), pytest.raises(DumpError) as error:
+                save_dump(job_dir, dumps, {}, host="n03", keep=3)
+            target = dumps / dump_name([job_dir])
         assert (
             str(error.value)
             == f"No dump could be written to {target}: permission denied. Choose another folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def ranks_of(evidence: JobLogs) -> list[int]:
 @contextmanager
 def unprivileged() -> Iterator[None]:
     """Without root's right to open everything, where the tests run as root."""
+    codecs.lookup("ascii")  # Python may lie where only root may read
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -41,12 +43,14 @@ def unprivileged() -> Iterator[None]:
         os.seteuid(user)
 
 
-def let_everybody_in(folder: Path) -> None:
-    """Open a test's folder and the ones around it that pytest made, which are its user's alone."""
-    for path in (folder, *folder.parents):
-        if path == Path(tempfile.gettempdir()) or path.stat().st_mode & 0o055 == 0o055:
-            return
-        path.chmod(path.stat().st_mode | 0o755)
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that others than this user may open. They may not open pytest's: it takes that right
+    away whenever another run starts.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
 
 
 SEEN = Observation(
