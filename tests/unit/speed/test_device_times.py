@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from builders import SCRIPT, START, S
+from chosen import long
 from device_jobs import DeviceJob, Fault, PipelineJob
 
 from commlens.diagnosis.causes.straggler import find_straggler
@@ -166,7 +167,7 @@ ALIKE: dict[int, Counter[Stack]] = {rank: Counter({LOAD: 4, WAIT: 996}) for rank
 PIPELINES = [
     (Fault("device", 2, 1.6, 20.0), True, [2], "slow-device"),
     (Fault("stage", 2, 1.6), False, [2, 3], "uneven-work"),
-    (Fault("stage", 7, 1.6, 20.0), True, [6, 7], "slow-device"),
+    long(Fault("stage", 7, 1.6, 20.0), True, [6, 7], "slow-device"),
     (Fault("link", 2, 1.5, 20.0), False, [], ""),
     (None, True, [], ""),
 ]
