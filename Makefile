@@ -40,8 +40,8 @@ RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pyte
 test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about fourteen minutes on two slow cores (ARGS="-k name" to select among all)
 	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
-test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs
-	HYPOTHESIS_PROFILE=all $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
+test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs, no forks for launchers
+	HYPOTHESIS_PROFILE=all TEST_WITHOUT_FORKS=1 $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about two minutes (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(FAST_WORKERS) $(ARGS)

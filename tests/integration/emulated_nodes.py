@@ -16,6 +16,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from forked_python import inside
+from zygote_client import Zygote
 
 PORT = 29511
 BRIDGE = "clbr0"
@@ -36,6 +40,7 @@ class Node:
     folder: Path
     isolated: bool  # has a network namespace
     subnet: int = 99
+    zygote: Zygote | None = None  # forks the Pythons that are started here
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -63,37 +68,31 @@ class Node:
     ) -> subprocess.Popen[bytes]:
         """Start a command on this node."""
         self.box_dir.mkdir(parents=True, exist_ok=True)
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            f'hostname node{self.number}; exec "$@"',
-            "sh",
-        ]
+        options: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "cwd": self.folder,
+            "start_new_session": True,
+            "env": {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "eth0" if self.isolated else "lo",
+                "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "COMMLENS_BOX_DIR": str(self.box_dir),
+                **environment,
+            },
+        }
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [*(inside if self.isolated else []), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "eth0" if self.isolated else "lo",
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "COMMLENS_BOX_DIR": str(self.box_dir),
-                    **environment,
-                },
-            )
+            options |= {"stdout": log, "stderr": log}
+            if self.zygote is None:
+                process = subprocess.Popen([*inside(self._place), *command], **options)
+            else:
+                process = self.zygote.popen(command, enters=self._place, **options)
         self.processes.append(process)
         return process
+
+    @property
+    def _place(self) -> tuple[str, str] | None:
+        return (self.namespace, f"node{self.number}") if self.isolated else None
 
     def pull_the_cable(self) -> None:
         """Cut the node off from the others."""
@@ -132,13 +131,17 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(count: int, folder: Path, *, subnet: int = 99) -> Iterator[list[Node]]:
+def nodes(
+    count: int, folder: Path, zygote: Zygote | None = None, *, subnet: int = 99
+) -> Iterator[list[Node]]:
     """Make nodes that reach each other, and end everything that runs on them. Sets of nodes at one
-    time need different subnets.
+    time need different subnets. With a zygote, the Pythons that are started there are its forks.
     """
     hub = f"cl{os.getpid()}s{subnet}hub"
     isolated = _ip("netns", "add", hub) and _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
-    made = [Node(number, folder / f"node{number}", isolated, subnet) for number in range(count)]
+    made = [
+        Node(number, folder / f"node{number}", isolated, subnet, zygote) for number in range(count)
+    ]
     try:
         for node in made:
             node.folder.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zygote_client import Zygote
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 TRAIN = """
@@ -144,10 +146,17 @@ class Program:
 
 
 class Bench:
-    """A folder with the program in it, and an environment in which commlens can be imported."""
+    """A folder with the program in it, and an environment in which commlens can be imported.
 
-    def __init__(self, folder: Path, *, is_installed: bool = True) -> None:
+    With a zygote, programs and the workers that they start are its forks, which import no torch;
+    without one, they are Pythons of their own.
+    """
+
+    def __init__(
+        self, folder: Path, zygote: Zygote | None = None, *, is_installed: bool = True
+    ) -> None:
         self.folder = folder
+        self._popen = subprocess.Popen if zygote is None else zygote.popen
         self.boxes = folder / "boxes"
         self.dumps = folder / "dumps"
         self.script = folder / "train.py"
@@ -168,7 +177,7 @@ class Bench:
 
     def start(self, *command: str, **environ: str) -> Program:
         """Start ``python command...`` here."""
-        process = subprocess.Popen(
+        process = self._popen(
             [sys.executable, *command],
             cwd=self.folder,
             env={**self.environ, **environ},

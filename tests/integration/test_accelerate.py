@@ -15,6 +15,7 @@ if importlib.util.find_spec("accelerate") is None:  # an import here would take 
     pytest.skip("accelerate is not installed", allow_module_level=True)
 
 from launching import Bench, Program, says_whether_a_call_waits
+from zygote_client import Zygote
 
 PROGRAM = """
 import json, os, pathlib, sys, time
@@ -87,8 +88,8 @@ class Ran:
         return first
 
 
-def run(folder: Path, *command: str, **environ: str) -> Ran:
-    bench = Bench(folder)
+def run(zygote: Zygote, folder: Path, *command: str, **environ: str) -> Ran:
+    bench = Bench(folder, zygote)
     try:
         script = folder / "train.py"
         script.write_text(PROGRAM)
@@ -104,20 +105,22 @@ LAUNCH = ("commlens", "launch", "--nproc-per-node", "2", "--standalone")
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ours(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Commlens alone."""
     if not says_whether_a_call_waits():
         pytest.skip(
             "on this torch a fault is found once operations are with gloo already, and those after"
             " it do not fit any more"
         )
-    return run(tmp_path_factory.mktemp("ours"), *LAUNCH, "--debug", "SCRIPT", "uncaught")
+    return run(zygote, tmp_path_factory.mktemp("ours"), *LAUNCH, "--debug", "SCRIPT", "uncaught")
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def together(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Accelerate's own debug mode, which switches commlens's on as well."""
-    return run(tmp_path_factory.mktemp("together"), *LAUNCH, "SCRIPT", ACCELERATE_DEBUG_MODE="yes")
+    return run(
+        zygote, tmp_path_factory.mktemp("together"), *LAUNCH, "SCRIPT", ACCELERATE_DEBUG_MODE="yes"
+    )
 
 
 def line_of(text: str) -> int:

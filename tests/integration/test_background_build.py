@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from chosen import long
 from launching import Bench, Program
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -76,8 +77,8 @@ class Compiler:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, zygote: Zygote) -> Iterator[Bench]:
+    made = Bench(tmp_path, zygote)
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "site" / "sitecustomize.py").write_text(NOTES_PRIORITY)
     made.environ.update(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launching import Bench
 from ports import free_port
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -59,8 +60,10 @@ worker() if "RANK" in os.environ else main()
 """
 
 
-def test_an_exception_that_ray_train_catches_is_named_with_the_users_line(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_an_exception_that_ray_train_catches_is_named_with_the_users_line(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, zygote)
     bench.script.write_text(WORKERS)
     bench.boxes.mkdir()
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from chosen import chosen, long
 from launching import Bench, Program
+from zygote_client import Zygote
 
 from commlens.launch.torchrun import job_name, parse, torchrun_parser
 from commlens.processes import senders
@@ -33,8 +34,8 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, zygote: Zygote) -> Iterator[Bench]:
+    made = Bench(tmp_path, zygote)
     yield made
     made.close()
 
@@ -264,12 +265,14 @@ def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> No
     assert bench.boxes_left == []
 
 
-def test_without_torch(bench: Bench) -> None:
-    (bench.folder / "site" / "torch.py").write_text("raise ImportError('no torch here')\n")
+def test_without_torch(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    (tmp_path / "site" / "torch.py").write_text("raise ImportError('no torch here')\n")
     program = bench.launch("train.py", "well")
     assert program.end() == 2
     assert "pip install torch" in program.error
     assert "Traceback" not in program.error
+    bench.close()
 
 
 def test_a_bad_setting_is_refused(tmp_path: Path, call_commlens: RunCommlens) -> None:
@@ -293,12 +296,13 @@ def test_a_run_without_a_process_group_says_that_nothing_was_verified(bench: Ben
 
 
 KILLS = """
-import os, signal
+import os, signal, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 for _ in range(4):
     dist.all_reduce(torch.ones(4))
 if dist.get_rank() == 1:
+    time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(4))
 """
@@ -312,7 +316,7 @@ def test_the_exit_status_says_whether_to_start_a_job_again(bench: Bench) -> None
     assert plain.process.returncode == 1
     again = bench.launch("--exit-by-action", "train.py")
     again.end()
-    assert again.process.returncode == 77
+    assert again.process.returncode == 77, again.report()
     actions = [
         json.loads(file.read_text())["action"]
         for file in sorted(bench.dumps.glob("*/verdict.json"))

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import nccl_player
 import pytest
+from zygote_client import Zygote
 
 from commlens.dumps.read import read_evidence
 from commlens.native import nccl_profiler
@@ -55,7 +55,7 @@ synchronize()
 """
 
 
-def test_a_hang_past_torch_is_told_by_rank(tmp_path: Path):
+def test_a_hang_past_torch_is_told_by_rank(zygote: Zygote, tmp_path: Path):
     player = nccl_player.build(tmp_path, nccl_player.PLAYER)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -66,8 +66,9 @@ def test_a_hang_past_torch_is_told_by_rank(tmp_path: Path):
     environ = {
         **os.environ,
         "COMMLENS_BOX_DIR": str(tmp_path / "boxes"),
+        "OMP_NUM_THREADS": "1",
     }
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environ)
+    ended = zygote.call(command, timeout_s=150, env=environ)
     assert "rank 1 never reached all_reduce #7 of group NCCL communicator ab12" in " ".join(
         ended.stderr.split()
     ), ended.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from emulated_nodes import Node, launch, nodes, wait
+from zygote_client import Zygote
 
 import commlens
 
@@ -30,6 +31,8 @@ def step(number):
 def main():
     dist.init_process_group("gloo")
     other = dist.new_group()
+    if how == "mismatch":
+        time.sleep(3)  # until the watchers of both nodes have met
     for number in range(40):
         step(number)
         time.sleep(0.1)
@@ -57,9 +60,9 @@ main()
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[list[Node]]:
+def two(tmp_path: Path, zygote: Zygote) -> Iterator[list[Node]]:
     (tmp_path / "train.py").write_text(PROGRAM)
-    with nodes(2, tmp_path) as made:
+    with nodes(2, tmp_path, zygote) as made:
         yield made
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from chosen import long
 from emulated_nodes import PORT, Node, launch, nodes
+from zygote_client import Zygote
 
 PROGRAM = """
 import os, time
@@ -151,8 +152,8 @@ def judge(made: list[Node], size: int) -> None:
 
 
 @pytest.mark.long
-def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path) -> None:
-    with nodes(3, tmp_path) as made:
+def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path, zygote: Zygote) -> None:
+    with nodes(3, tmp_path, zygote) as made:
         start(made, 2)
         judge(made, 6)
 
@@ -160,9 +161,9 @@ def test_a_few_ranks_tell_what_is_wrong_with_all(tmp_path: Path) -> None:
 @pytest.mark.long  # test_stall_certain.py judges the states
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)
 def test_a_fault_that_is_certain_is_reported_before_the_stall_timeout(
-    tmp_path: Path, count: int, per_node: int
+    tmp_path: Path, zygote: Zygote, count: int, per_node: int
 ) -> None:
-    with nodes(count, tmp_path) as made:
+    with nodes(count, tmp_path, zygote) as made:
         start(made, per_node, stall_timeout="auto", program=SWAPPED)
         until(made[0], "swaps now")
         began = time.monotonic()
@@ -176,9 +177,9 @@ def test_a_fault_that_is_certain_is_reported_before_the_stall_timeout(
 @pytest.mark.long  # unit/watch/nodes/test_states_collecting.py loses nodes
 @pytest.mark.parametrize(("count", "per_node"), SHAPES)
 def test_nobody_is_blamed_for_a_watcher_that_is_killed_when_it_is_asked(
-    tmp_path: Path, count: int, per_node: int
+    tmp_path: Path, zygote: Zygote, count: int, per_node: int
 ) -> None:
-    with nodes(count, tmp_path) as made:
+    with nodes(count, tmp_path, zygote) as made:
         start(made, per_node)
         until(made[0], "training")
         pids = [f"{node.number * per_node}={node.processes[0].pid}" for node in made]
@@ -192,9 +193,9 @@ def test_nobody_is_blamed_for_a_watcher_that_is_killed_when_it_is_asked(
 
 @pytest.mark.parametrize(("count", "per_node"), [(2, 3), long(4, 2), long(2, 4)])
 def test_watchers_and_commands_learn_of_all_ranks_from_a_few(
-    tmp_path: Path, count: int, per_node: int
+    tmp_path: Path, zygote: Zygote, count: int, per_node: int
 ) -> None:
-    with nodes(count, tmp_path) as made:
+    with nodes(count, tmp_path, zygote) as made:
         start(made, per_node)
         size = count * per_node
         judge(made, size)

@@ -212,11 +212,11 @@ def test_errors_are_the_programs_own_or_sentences(report, name, message):
 # --- the command
 
 
-def preview(*arguments: str, expect: int = 0, cwd: Path) -> subprocess.CompletedProcess[str]:
+def preview(
+    zygote: Zygote, *arguments: str, expect: int = 0, cwd: Path
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "commlens", "preview", *arguments]
-    done = subprocess.run(
-        command, env=QUIET, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = zygote.call(command, env=QUIET, cwd=cwd, timeout_s=120)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -238,7 +238,7 @@ sys.exit(7)
 """
 
 
-def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
+def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(zygote, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("SETTINGS = {'width': 1000}")
     options = [
@@ -253,7 +253,7 @@ def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
         "--ranks-per-node",
         "4",
     ]
-    done = preview(*options, "train.py", "--rank", "3", expect=7, cwd=tmp_path)
+    done = preview(zygote, *options, "train.py", "--rank", "3", expect=7, cwd=tmp_path)
     assert "started as 9 ['train.py', '--rank', '3'] __main__" in done.stdout
     assert "started as 0" not in done.stdout
     hint = (
@@ -276,10 +276,10 @@ def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
 
 
 @pytest.mark.long
-def test_a_script_that_raises_is_shown_until_there(tmp_path):
+def test_a_script_that_raises_is_shown_until_there(zygote, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper.py").write_text("SETTINGS = {'width': 1000}")
-    done = preview("--world-size", "4", "train.py", "raise", expect=1, cwd=tmp_path)
+    done = preview(zygote, "--world-size", "4", "train.py", "raise", expect=1, cwd=tmp_path)
     trace, *_, error, empty, note = done.stderr.splitlines()
     assert trace == "Traceback (most recent call last):"
     assert done.stderr.count("  File ") == 1
@@ -316,9 +316,10 @@ def test_wrong_usage_is_a_sentence(tmp_path, call_commlens, arguments, message):
 
 @pytest.mark.long
 @pytest.mark.skipif(VERSION < (2, 13), reason="2.6 cannot shard 128256 rows over 64 x 8")
-def test_llamas_shapes_on_512_ranks(tmp_path):
+def test_llamas_shapes_on_512_ranks(zygote, tmp_path):
     script = str(REPOSITORY / "examples" / "preview_llama.py")
     done = preview(
+        zygote,
         "--world-size",
         "512",
         "--rank",

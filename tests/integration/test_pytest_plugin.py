@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from launching import installed
+from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, RanksFailed
@@ -83,8 +84,12 @@ def test_raises(run_on_ranks):
 """
 
 
-def suite(folder: Path, *options: str, source: str = SUITE) -> subprocess.CompletedProcess[str]:
-    """Run pytest on the suite, with the plugin and torch's entry point as an installation has them."""
+def suite(
+    folder: Path, *options: str, source: str = SUITE, zygote: Zygote | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run pytest on the suite, with the plugin and torch's entry point as an installation has them:
+    in a Python of its own, or in a fork of the zygote.
+    """
     (folder / "test_suite.py").write_text(source)
     points = importlib.metadata.entry_points(group="pytest11")
     plugin = (
@@ -97,22 +102,25 @@ def suite(folder: Path, *options: str, source: str = SUITE) -> subprocess.Comple
         "PYTHONPATH": os.pathsep.join([str(SOURCE), str(installed(folder))]),
         "COLUMNS": "200",
         "CI": "1",
+        "OMP_NUM_THREADS": "1",
     }
     for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
         environ.pop(name, None)
     command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", *options]
+    if zygote is not None:
+        return zygote.call(command, cwd=folder, env=environ, timeout_s=100)
     return subprocess.run(
         command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100
     )
 
 
 def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boxes = tmp_path / "boxes"
     boxes.mkdir()
     monkeypatch.setenv("COMMLENS_BOX_DIR", str(boxes))
-    done = suite(tmp_path, "--commlens", "--junitxml=report.xml")
+    done = suite(tmp_path, "--commlens", "--junitxml=report.xml", zygote=zygote)
     assert done.returncode == 1, done.stdout + done.stderr
     verdict = "rank 1 never reached all_reduce #2 of the default group [0-1]; rank 0 waits for it"
     assert (
@@ -138,12 +146,12 @@ def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(
 
 
 def test_run_on_ranks_has_a_verdict_with_its_page_however_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boxes = tmp_path / "boxes"
     boxes.mkdir()
     monkeypatch.setenv("COMMLENS_BOX_DIR", str(boxes))
-    done = suite(tmp_path, "--commlens", source=SUITE_OF_FUNCTIONS)
+    done = suite(tmp_path, "--commlens", source=SUITE_OF_FUNCTIONS, zygote=zygote)
     for name, verdict, error in (
         ("hangs", "rank 1 never reached all_reduce #2", "Failed: Timeout (>60.0s)"),
         ("raises", "rank 1 raised ValueError: bad batch", "commlens.errors.RanksFailed: Rank 1"),

@@ -16,23 +16,19 @@ import pytest
 from chosen import long
 from harness import Harness
 from more_scenarios import find
+from zygote_client import Zygote
 
 from commlens.blackbox import job_dirs
+from conftest import RunCommlens
 
 SOURCE = Path(__file__).parents[2] / "src"
 
 
-def commlens(
-    *arguments: str, folder: Path, timeout: float = 80, **options: object
+def call(
+    zygote: Zygote, *command: str, folder: Path, timeout_s: float = 80
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "commlens", *arguments],
-        env=environment(),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = (sys.executable, "-m", *command)
+    return zygote.call(command, env=environment(), cwd=folder, timeout_s=timeout_s)
 
 
 def environment() -> dict[str, str]:
@@ -60,10 +56,19 @@ def skip_where_impossible(name: str) -> None:
         long("healthy-plain", 2),
     ],
 )
-def test_demo_finds_the_truth(tmp_path: Path, name: str, world_size: int) -> None:
+def test_demo_finds_the_truth(zygote: Zygote, tmp_path: Path, name: str, world_size: int) -> None:
     skip_where_impossible(name)
     ranks = () if world_size == 4 else ("--nproc-per-node", str(world_size))
-    done = commlens("demo", name, *ranks, "--dump-dir", str(tmp_path / "dumps"), folder=tmp_path)
+    done = call(
+        zygote,
+        "commlens",
+        "demo",
+        name,
+        *ranks,
+        "--dump-dir",
+        str(tmp_path / "dumps"),
+        folder=tmp_path,
+    )
     print(done.stdout, done.stderr, sep="\n--- stderr\n")
     assert done.returncode == 0
     assert "step 5 loss" in done.stdout
@@ -74,13 +79,13 @@ def test_demo_finds_the_truth(tmp_path: Path, name: str, world_size: int) -> Non
     jobs = list((tmp_path / "dumps").glob("*"))
     assert len(jobs) == (0 if name == "healthy-plain" else 1)
     if jobs:
-        read = commlens("diagnose", "--json", str(jobs[0]), folder=tmp_path)
+        read = call(zygote, "commlens", "diagnose", "--json", str(jobs[0]), folder=tmp_path)
         assert read.returncode == 1
         assert json.loads(read.stdout)["culprits"] == list(find(name).truth(world_size).culprits)
 
 
-def test_demo_lists_its_scenarios(tmp_path: Path) -> None:
-    done = commlens("demo", "--list", folder=tmp_path)
+def test_demo_lists_its_scenarios(run_commlens: RunCommlens) -> None:
+    done = run_commlens("demo", "--list")
     assert done.returncode == 0
     assert "data-loader" in done.stdout
     assert "healthy-plain" in done.stdout
@@ -95,28 +100,21 @@ def test_demo_lists_its_scenarios(tmp_path: Path) -> None:
     ],
 )
 def test_demo_refuses_unknown_scenarios_and_sizes(
-    tmp_path: Path, arguments: list[str], words: str
+    run_commlens: RunCommlens, arguments: list[str], words: str
 ) -> None:
-    done = commlens("demo", *arguments, folder=tmp_path)
+    done = run_commlens("demo", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.timeout(100)
-def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
+def test_launch_leaves_a_healthy_job_alone(zygote: Zygote, tmp_path: Path) -> None:
     """The same output and status as torchrun's, nothing said, nothing left."""
     arguments = ["--nproc-per-node", "2", "-m", "commlens.scenarios", "healthy-plain"]
-    watched = commlens("launch", *arguments, folder=tmp_path)
+    watched = call(zygote, "commlens", "launch", *arguments, folder=tmp_path)
     print(watched.stdout, watched.stderr, sep="\n--- stderr\n")
-    plain = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env=environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=80,
-    )
+    plain = call(zygote, "torch.distributed.run", *arguments, folder=tmp_path)
     assert watched.returncode == plain.returncode == 0
     assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines())
     assert "commlens" not in watched.stderr
@@ -150,7 +148,7 @@ def test_detached_watcher_is_silent_about_health(jobs: Harness, tmp_path: Path) 
 
 
 @pytest.mark.timeout(100)
-def test_demo_leaves_nothing_behind_when_interrupted(tmp_path: Path) -> None:
+def test_demo_leaves_nothing_behind_when_interrupted(zygote: Zygote, tmp_path: Path) -> None:
     def job_folders() -> set[Path]:
         return {
             job
@@ -159,7 +157,7 @@ def test_demo_leaves_nothing_behind_when_interrupted(tmp_path: Path) -> None:
         }
 
     before = job_folders()
-    process = subprocess.Popen(
+    process = zygote.popen(
         [sys.executable, "-m", "commlens", "demo", "healthy-plain", "--nproc-per-node", "2"],
         env=environment(),
         cwd=tmp_path,

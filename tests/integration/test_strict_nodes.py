@@ -129,12 +129,14 @@ def judge_cut(made: Sequence[Node], *, across: str) -> None:
             )
 
 
-def test_a_node_that_does_not_take_part_or_is_cut_off_harms_nothing(tmp_path: Path) -> None:
+def test_a_node_that_does_not_take_part_or_is_cut_off_harms_nothing(
+    tmp_path: Path, zygote: Zygote
+) -> None:
     # All at once, because most of the time is spent waiting.
     with (
-        nodes(2, tmp_path / "without", subnet=98) as without,
-        nodes(2, tmp_path / "stopped", subnet=97) as stopped,
-        nodes(2, tmp_path / "cable") as cable,
+        nodes(2, tmp_path / "without", zygote, subnet=98) as without,
+        nodes(2, tmp_path / "stopped", zygote, subnet=97) as stopped,
+        nodes(2, tmp_path / "cable", zygote) as cable,
     ):
         if not cable[0].isolated:
             pytest.skip("needs ip netns")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zygote_client import Zygote
 
 from commlens.launch.worker import show_from_program
 from conftest import SOURCE
@@ -62,16 +63,11 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(cwd: Path, *command: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(
+    zygote: Zygote, cwd: Path, *command: str, expect: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", *command)
+    done = zygote.call(command, env=environment(), cwd=cwd, timeout_s=100)
     assert expect is None or done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -102,12 +98,14 @@ def collectives(data: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def traced(
+    zygote: Zygote,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Two ranks under torchrun."""
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "train.py").write_text(TRAIN)
     return folder, run(
+        zygote,
         folder,
         "torch.distributed.run",
         "--standalone",
@@ -178,10 +176,11 @@ def test_a_preview_shows_what_the_real_run_issued(traced, tmp_path, call_commlen
     assert [m["path"] for m in previewed["modules"]] == [m["path"] for m in real["modules"]]
 
 
-def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_path):
+def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(zygote, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     began = time.monotonic()
     done = run(
+        zygote,
         tmp_path,
         "commlens",
         "launch",
@@ -229,7 +228,9 @@ sys.exit(7)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str, str]]:
+def alone(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, int, str, str]]:
     """The script in each of its ways, side by side: for each the folder, the exit status and both
     outputs.
     """
@@ -242,7 +243,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
         command = [sys.executable, "-m", "commlens", "trace", "--output", "out", "alone.py", how]
         started[how] = (
             folder,
-            subprocess.Popen(
+            zygote.popen(
                 command,
                 env=environment(),
                 cwd=folder,

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 from harness import Harness
 from launching import Bench
+from zygote_client import Zygote
 
 from commlens.config import Settings
 
@@ -206,9 +207,9 @@ class Outcome:
 
 
 def run(
-    folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str
+    zygote: Zygote, folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str
 ) -> Outcome:
-    bench = Bench(folder)
+    bench = Bench(folder, zygote)
     try:
         script = folder / "cases.py"
         script.write_text(text)
@@ -228,10 +229,9 @@ def run_forked(jobs: Harness, folder: Path, text: str, *arguments: str, **option
 
 
 @pytest.fixture(scope="module")
-def debugged(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run(
-        tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0"
-    )
+def debugged(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("debugged")
+    return run(zygote, folder, CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0")
 
 
 @pytest.fixture(scope="module")
@@ -366,10 +366,11 @@ class TestRegions:
 
 
 @pytest.mark.long
-def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
+def test_no_debug_wins_over_the_environment_and_the_file(zygote: Zygote, tmp_path: Path):
     (tmp_path / "settings.yaml").write_text("debug: true\n")
     arguments = ("--no-debug", "--config-file", str(tmp_path / "settings.yaml"), "SCRIPT")
     outcome = run(
+        zygote,
         tmp_path,
         LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"),
         *arguments,
@@ -380,8 +381,9 @@ def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_under_torchrun(tmp_path: Path):
+def test_under_torchrun(zygote: Zygote, tmp_path: Path):
     outcome = run(
+        zygote,
         tmp_path,
         CASES,
         "-m",

@@ -18,6 +18,7 @@ import pytest
 from chosen import long
 from launching import Bench
 from ports import free_port
+from zygote_client import Zygote
 
 from commlens.processes import pyspy
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, zygote: Zygote) -> Iterator[Bench]:
+    made = Bench(tmp_path, zygote)
     yield made
     made.close()
 

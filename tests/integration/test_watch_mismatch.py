@@ -12,6 +12,7 @@ import pytest
 from chosen import long
 from harness import Harness, JobResult, shown
 from launching import Bench
+from zygote_client import Zygote
 
 from commlens.config import Settings
 from commlens.model.verdict import Verdict
@@ -80,8 +81,8 @@ main()
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, zygote: Zygote) -> Iterator[Bench]:
+    made = Bench(tmp_path, zygote)
     made.script.write_text(PROGRAM)
     yield made
     made.close()

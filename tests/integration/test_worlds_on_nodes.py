@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from chosen import long
 from emulated_nodes import Node, nodes, wait
+from zygote_client import Zygote
 
 pytest.importorskip("torch")
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[list[Node]]:
-    with nodes(2, tmp_path, subnet=97) as made:
+def two(tmp_path: Path, zygote: Zygote) -> Iterator[list[Node]]:
+    with nodes(2, tmp_path, zygote, subnet=97) as made:
         yield made
 
 

@@ -21,20 +21,27 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import forked_python
 import torch
 import torch._dynamo  # the first optimizer step would import it
 import torch.distributed as dist
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
+import torch.distributed.run
 import torch.distributed.tensor.parallel
 import torch.nn.parallel
 import torch.optim
+
+GIVEN = os.environ.get("PYTHONPATH", "")
+BASE_PATH = sys.path[1 + len(GIVEN.split(os.pathsep)) * bool(GIVEN) :]
+sys.path.insert(1, str(Path(__file__).parents[2] / "src"))
 
 
 def answer(**fields):
@@ -144,6 +151,9 @@ def serve():
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # the forks share these pages for as long as nobody counts references in them
+    with socket.socket(fileno=int(sys.argv[1])) as forks:
+        if os.fork() == 0:
+            forked_python.serve(forks, BASE_PATH)
     answer(ready=True, threads=len(list(Path("/proc/self/task").iterdir())))
     buffer = b""
     while True:
@@ -193,10 +203,4 @@ except SystemExit as error:
 except BaseException as error:
     sys.excepthook(type(error), error, error.__traceback__)
     code = 1
-# What the interpreter does at its end, without taking torch apart object by object: that costs half
-# a second of CPU in a fork.
-threading._shutdown()
-atexit._run_exitfuncs()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(code)
+forked_python.end(code)

@@ -6,13 +6,19 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from forked_python import ForkedPopen
 
 HERE = Path(__file__).parent
+FRESH = "TEST_WITHOUT_FORKS"
+"""Set by ``make test-all``: commands that could be forks are Pythons of their own."""
 
 
 def has_ended(pid: int) -> bool:
@@ -46,18 +52,18 @@ class Zygote:
             TORCHINDUCTOR_COMPILE_THREADS="1",
             KINETO_LOG_LEVEL="6",  # of the profiler, which says at level 5 when it starts and stops
         )
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")]
-        )
+        self._forks, served = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
+            [sys.executable, str(HERE / "zygote.py"), str(served.fileno())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             cwd=HERE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=[served.fileno()],
         )
+        served.close()
         ready = self._answer(60.0)
         assert ready["threads"] == 1, (
             f"The zygote has {ready['threads']} threads: forking it is not safe."
@@ -124,8 +130,39 @@ class Zygote:
         printed = (folder / "rank0.out").read_text(errors="replace")
         return f"not done within {timeout_s:.0f} s\n{printed}" if is_late else printed
 
+    def popen(
+        self, command: Sequence[str], *, enters: tuple[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Do what ``subprocess.Popen`` does. Where the command is a Python with a script or a
+        module, it is a fork: neither it nor any Python that it starts pays for the import of torch.
+        In ``make test-all``, it is a Python of its own all the same.
+
+        Args:
+            command: the command.
+            enters: a network namespace of ``ip netns`` and a host name that it has to itself.
+            options: those of ``subprocess.Popen``.
+        """
+        made = ForkedPopen.__new__(ForkedPopen)
+        made.asks, made.enters = None if FRESH in os.environ else self._forks, enters
+        made.__init__(list(command), **options)  # type: ignore[misc]
+        return made
+
+    def call(
+        self, command: Sequence[str], *, timeout_s: float, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Do what ``subprocess.run`` does, with the output as text, in such a fork."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with self.popen(command, **{**pipes, **options}) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
     def close(self) -> None:
         """End it."""
+        self._forks.close()
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
