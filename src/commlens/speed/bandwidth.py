@@ -57,8 +57,9 @@ def item_size(dtype: str) -> int:
 
 def bus_rate(kind: TransferKind, ns: float) -> float:
     """Return the bus bandwidth of a transfer that took some time; 0 if its op has none."""
-    passing = _PASSING.get(kind.op, lambda _: 0.0)(kind.members)
-    return passing * kind.numel * item_size(kind.dtype) / max(1.0, ns) * 1e9
+    passing = _PASSING.get(kind.op)
+    contributed = kind.numel * item_size(kind.dtype)
+    return passing(kind.members) * contributed / max(1.0, ns) * 1e9 if passing else 0.0
 
 
 def reached_rate(
