@@ -10,6 +10,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from meeting import Meeting
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import nccl_like
@@ -17,6 +18,7 @@ import nccl_like
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STAY_S = float(os.environ.get("PAST_TORCH_STAY_S", "30"))
 ROWS = torch.ones(4, 16)
+STEPS = Meeting("steps", RANK, SIZE)
 
 
 def stay():
@@ -29,6 +31,7 @@ def tensor_parallel():
 
 
 def synchronize():
+    STEPS.arrive()
     torch.cpu.synchronize()
 
 
