@@ -78,12 +78,10 @@ UNDECIDED = (
     "result_not_sent",
     "first_allocation",
     "groups_in_other_order",
-    "eager_among_graphs",
-    "stands_after_eager",
 )
 """Of these, nobody is named: nothing tells which device has left a kernel, a server that has no
-request looks like one that sends none, of ranks that wait for each other nothing tells which ones
-have the right order, and a call in place of a graph's launch is legal.
+request looks like one that sends none, and of ranks that wait for each other nothing tells which
+ones have the right order.
 """
 
 HEALTHY = (

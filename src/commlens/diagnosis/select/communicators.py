@@ -83,13 +83,14 @@ def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
         for of_graphs in (False, True)
         if _used(comm, of_graphs)
     }
-    used = {each for each in used if each[0] not in torchs | _mixed(told)}
-    return [each.joined(used) for each in placed]
+    mixed = _mixed(told) - torchs
+    used = {each for each in used if each[0] not in torchs | mixed}
+    return [each.joined(used, mixed) for each in placed]
 
 
 def _mixed(told: Iterable[NcclRecord]) -> set[str]:
     """Return the hashes of the communicators on which a rank called what the graphs of another
-    launched, as far as their counts show it. That is legal, and no number is alike then.
+    launched, as far as their counts show it. That is legal, and only the sums are alike then.
     """
     counts: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for each in told:
@@ -140,13 +141,14 @@ class _Placed:
             if _may_be_cut(ops, comm, known):
                 self._cut.add(index)
 
-    def joined(self, used: Collection[tuple[str, bool]]) -> RankLog:
+    def joined(self, used: Collection[tuple[str, bool]], mixed: Collection[str]) -> RankLog:
         """Return the log with all that.
 
         Args:
             used: the hashes of the communicators past torch of which a rank has called a
                 collective, each with False, and of those of which a rank's graphs have launched
                 one, with True.
+            mixed: the hashes of those whose calls and launches have other numbers on each rank.
         """
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
@@ -158,6 +160,9 @@ class _Placed:
                 channel = Channel(group, "cuda", runs_ahead=True, completion=BY_PLUGIN)
                 added += _records_of(comm, channel, self._log, of_graphs)
                 unused += [] if _used(comm, of_graphs) else [group]
+            if comm.hash in mixed:
+                channel = Channel(_group_of(comm, False), "cuda", True, BY_PLUGIN)
+                added += _newest_of_both(comm, channel, self._log)
         return self._with_more(added, unused)
 
     def _with_more(self, added: Sequence[Collective], unused: list[ProcessGroup]) -> RankLog:
@@ -287,6 +292,30 @@ def _records_of(
         else:
             told = [op] if tells else None
             yield _enriched(record, told, log.captured_ns, is_cut=False)
+
+
+def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Iterator[Collective]:
+    """Yield the collective in which the device is, else the last one that it ended, numbered among
+    calls and launches together; none if nothing tells which one that is.
+    """
+    ran = [op for op in comm.ops if not op.is_message and op.captured == op.is_replay]
+    is_whole = log.nccl is not None and not log.nccl.lost and not log.nccl.torn
+    if not ran or not is_whole or not all(op.with_kernels for op in ran):
+        return
+    waiting = [
+        op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)
+    ]
+    ended = comm.collectives + comm.replayed - len(waiting)
+    started = [op for op in waiting if op.started_on]
+    if started or len({op.is_replay for op in waiting}) == 1:
+        op = min(started or waiting, key=lambda each: (each.started_ns, each.number))
+    elif waiting:
+        return
+    else:
+        op = max(ran, key=lambda each: each.stopped_ns)
+    record = _record_of(op, channel)
+    record.sequence_number = ended + bool(waiting)
+    yield _enriched(record, [op], log.captured_ns, is_cut=False)
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:

@@ -196,12 +196,64 @@ def test_a_rank_that_is_told_only_of_calls_is_not_blamed_for_graphs():
     assert "member 3" in " ".join(verdict.missing_evidence)
 
 
-def test_no_rank_is_blamed_for_calls_in_place_of_launches():
-    """Rank 3 called what the others' graphs launched: their later numbers are not alike."""
-    logs = replaying({0: 9, 1: 9, 2: 9, 3: 8}, {3: SLEEP})
-    comm = logs[3].nccl.communicators[0]
-    changed = msgspec.structs.replace(comm, collectives=3)
-    logs[3].nccl = msgspec.structs.replace(logs[3].nccl, communicators=(changed,))
+def mixing(calls: Mapping[int, tuple[int, int, bool]], **changed: Any) -> list[RankLog]:
+    """Ranks with so many calls and launches, the newest of them a call or not; the one with number
+    20 of both together stands, changed on rank 1.
+    """
+    logs = replaying(dict.fromkeys(range(4), 0), {0: SLEEP})
+    start = logs[0].captured_ns - 29 * S
+    for at, log in enumerate(logs):
+        called, launched, is_call = calls[at]
+        ops = [
+            op(n, start, stopped_ns=start + n, started_ns=n, **DONE) for n in range(1, called + 1)
+        ]
+        ops += [
+            op(n, start, stopped_ns=start + 9, started_ns=n, captured=True, is_replay=True, **DONE)
+            for n in range(1, launched + 1)
+        ]
+        newest = called - 1 if is_call else len(ops) - 1
+        stands = called + launched == 20
+        more = {"stopped_ns": start + S, "started_ns": start + S}
+        more |= {"stopped_on": 0, "stopped_ns": 0} if stands else {}
+        more |= changed if at == 1 else {}
+        ops[newest] = msgspec.structs.replace(ops[newest], **more)
+        finished = called - (is_call and stands)
+        bare = msgspec.structs.replace(log, nccl=None)
+        logs[at] = told(bare, ops, called=called, finished=finished, replayed=launched)
+    return logs
+
+
+def test_calls_in_place_of_launches_are_counted_together():
+    """Rank 1 called twice what the others' graphs launched, and rank 0 did not come to the next."""
+    calls = {0: (3, 16, False), 1: (6, 14, True), 2: (4, 16, True), 3: (4, 16, True)}
+    verdict = judge(mixing(calls))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [0], [1, 2, 3])
+    assert "rank 0 never reached all_reduce #20 of group NCCL communicator ab12" in verdict.summary
+
+
+def test_a_call_in_place_of_a_launch_of_another_size():
+    calls = {0: (3, 17, False), 1: (4, 16, True), 2: (3, 17, False), 3: (3, 17, False)}
+    assert judge(mixing(calls)).culprits == [], "they agree"
+    verdict = judge(mixing(calls, count=48))
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [1])
+
+
+@pytest.mark.parametrize("why", ["lost", "torn", "without kernels", "which is first"])
+def test_what_is_not_whole_is_not_counted_together(why: str):
+    calls = {0: (3, 16, False), 1: (6, 14, True), 2: (4, 16, True), 3: (4, 16, True)}
+    logs = mixing(calls)
+    for log in logs[1:]:
+        (comm,) = log.nccl.communicators
+        ops = list(comm.ops)
+        if why == "without kernels":
+            ops[0] = msgspec.structs.replace(ops[0], with_kernels=False)
+        if why == "which is first":
+            at = len(ops) - 1
+            for n in (comm.collectives - 1, at):
+                ops[n] = msgspec.structs.replace(ops[n], started_on=0, stopped_on=0)
+        changed = (msgspec.structs.replace(comm, ops=tuple(ops)),)
+        counts = {why: 1} if why in ("lost", "torn") else {}
+        log.nccl = msgspec.structs.replace(log.nccl, communicators=changed, **counts)
     assert judge(logs).culprits == []
 
 
