@@ -305,17 +305,23 @@ def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> I
     waiting = [
         op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)
     ]
-    ended = comm.collectives + comm.replayed - len(waiting)
+    if (op := _newest(ran, waiting)) is not None:
+        record = _record_of(op, channel)
+        ended = comm.collectives + comm.replayed - len(waiting)
+        record.sequence_number = ended + bool(waiting)
+        yield _enriched(record, [op], log.captured_ns, is_cut=False)
+
+
+def _newest(ran: Sequence[NcclOp], waiting: Sequence[NcclOp]) -> NcclOp | None:
+    """Return the operation in which a device is, else the last one that it ended. Of calls and
+    launches that have not started, nothing tells which one is the first.
+    """
+    if not waiting:
+        return max(ran, key=lambda each: each.stopped_ns)
     started = [op for op in waiting if op.started_on]
-    if started or len({op.is_replay for op in waiting}) == 1:
-        op = min(started or waiting, key=lambda each: (each.started_ns, each.number))
-    elif waiting:
-        return
-    else:
-        op = max(ran, key=lambda each: each.stopped_ns)
-    record = _record_of(op, channel)
-    record.sequence_number = ended + bool(waiting)
-    yield _enriched(record, [op], log.captured_ns, is_cut=False)
+    if not started and len({op.is_replay for op in waiting}) > 1:
+        return None
+    return min(started or waiting, key=lambda each: (each.started_ns, each.number))
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:
