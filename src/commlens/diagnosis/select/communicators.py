@@ -252,6 +252,13 @@ def _is_torchs(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int
     )
 
 
+def _tells_of_launches(comm: NcclCommunicator) -> bool:
+    """Return whether NCCL tells of the kernels that graphs launch, and not of a graph only as it is
+    captured.
+    """
+    return not comm.replayed or any(op.is_replay and op.started_on for op in comm.ops)
+
+
 def _used(comm: NcclCommunicator, of_graphs: bool) -> int:
     """Return how many collectives were called, or were launched by graphs."""
     return comm.replayed if of_graphs else comm.collectives
@@ -277,8 +284,7 @@ def _records_of(
     """
     is_wrapped = log.issued > len(log.collectives) > 0
     since_ns = log.collectives[0].announced_ns if is_wrapped else 0
-    # an NCCL that tells of a graph only as it is captured tells nothing of kernels
-    tells = not of_graphs or any(op.is_replay and op.started_on for op in comm.ops)
+    tells = not of_graphs or _tells_of_launches(comm)
     for op in comm.ops:
         is_other = op.is_replay != of_graphs or op.captured != of_graphs
         if op.is_message or is_other or op.called_ns < since_ns:
@@ -300,7 +306,8 @@ def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> I
     """
     ran = [op for op in comm.ops if not op.is_message and op.captured == op.is_replay]
     is_whole = log.nccl is not None and not log.nccl.lost and not log.nccl.torn
-    if not ran or not is_whole or not all(op.with_kernels for op in ran):
+    is_told = all(op.with_kernels for op in ran) and _tells_of_launches(comm)
+    if not ran or not is_whole or not is_told:
         return
     waiting = [
         op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)

@@ -238,7 +238,7 @@ def test_a_call_in_place_of_a_launch_of_another_size():
     assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [1])
 
 
-@pytest.mark.parametrize("why", ["lost", "torn", "without kernels", "which is first"])
+@pytest.mark.parametrize("why", ["lost", "torn", "without kernels", "which is first", "no launch"])
 def test_what_is_not_whole_is_not_counted_together(why: str):
     calls = {0: (3, 16, False), 1: (6, 14, True), 2: (4, 16, True), 3: (4, 16, True)}
     logs = mixing(calls)
@@ -247,6 +247,11 @@ def test_what_is_not_whole_is_not_counted_together(why: str):
         ops = list(comm.ops)
         if why == "without kernels":
             ops[0] = msgspec.structs.replace(ops[0], with_kernels=False)
+        if why == "no launch":
+            ops = [
+                msgspec.structs.replace(each, started_on=0) if each.is_replay else each
+                for each in ops
+            ]
         if why == "which is first":
             at = len(ops) - 1
             for n in (comm.collectives - 1, at):
