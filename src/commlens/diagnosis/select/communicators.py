@@ -305,9 +305,8 @@ def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> I
     calls and launches together; none if nothing tells which one that is.
     """
     ran = [op for op in comm.ops if not op.is_message and op.captured == op.is_replay]
-    is_whole = log.nccl is not None and not log.nccl.lost and not log.nccl.torn
     is_told = all(op.with_kernels for op in ran) and _tells_of_launches(comm)
-    if not ran or not is_whole or not is_told:
+    if not (ran and is_told and _is_whole(log.nccl)):
         return
     waiting = [
         op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)
@@ -317,6 +316,10 @@ def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> I
         ended = comm.collectives + comm.replayed - len(waiting)
         record.sequence_number = ended + bool(waiting)
         yield _enriched(record, [op], log.captured_ns, is_cut=False)
+
+
+def _is_whole(told: NcclRecord | None) -> bool:
+    return told is not None and not (told.lost or told.torn)
 
 
 def _newest(ran: Sequence[NcclOp], waiting: Sequence[NcclOp]) -> NcclOp | None:
