@@ -168,6 +168,28 @@ def test_the_late_member_is_named(
         assert re.search("(rollout 0 and trainer 0|trainer 0 and rollout 0)", shown.lower())
 
 
+@pytest.mark.parametrize("late", ["job:1", long("nobody")])
+def test_a_rank_that_does_not_ask_its_process_is_named(
+    zygote: Zygote, tmp_path: Path, late: str
+) -> None:
+    """The processes that write checkpoints are not recorded: their stacks show who waits."""
+    if pyspy.find() is None:
+        pytest.skip("py-spy is not installed")
+
+    def look(_: Mapping[str, str]) -> None:
+        until(lambda: late == "nobody" or "dump saved" in words_in(tmp_path))
+
+    words = run(zygote, "checkpointers", late, {"job": 3}, tmp_path, look)
+    if late == "nobody":
+        assert "VERDICT" not in words and "Error" not in words
+        return
+    assert (
+        "VERDICT ranks 0,2 wait for processes that they started, which are in gather_object"
+        " without that of rank 1; rank 1 waits for ranks 0,2 in barrier #4"
+    ) in words
+    assert "which rank 1 started, waits for a request." in words
+
+
 @pytest.mark.parametrize(
     ("shape", "worlds"),
     [

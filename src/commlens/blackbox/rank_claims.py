@@ -1,5 +1,6 @@
-"""Record which processes claim a rank of a job, to find ranks that exist twice. A claim is an empty
-file beside the black boxes, whose name holds its fields.
+"""Record which processes that ranks started claim a rank of their own, to find ranks that exist
+twice, and processes that ranks may wait for. A claim is an empty file beside the black boxes, whose
+name holds its fields.
 """
 
 from __future__ import annotations
@@ -54,6 +55,17 @@ def twins(folder: Path) -> dict[int, list[RankClaim]]:
         for (rank, _), by_starter in sorted(found.items())
         if len(by_starter) > 1
     }
+
+
+def of_children(folder: Path) -> dict[int, list[RankClaim]]:
+    """Return the claims of the processes that still live, by the pid of the rank that started
+    them.
+    """
+    found: dict[int, list[RankClaim]] = {}
+    for claim in sorted(_claims(folder)):
+        if not job_dirs.process_has_ended(claim.pid, claim.start_ticks):
+            found.setdefault(claim.started_by, []).append(claim)
+    return found
 
 
 def _claims(folder: Path) -> Iterable[RankClaim]:

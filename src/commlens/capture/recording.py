@@ -140,8 +140,8 @@ class Recording:
                 self.given_up = not early
                 if not early:
                     log.warning(
-                        "commlens: process %d is not recorded: a rank started it, and has its rank"
-                        " or its job",
+                        "commlens: process %d is not recorded: a rank started it, which has its"
+                        " rank or its job. Of such processes, only the stacks are read",
                         self.pid,
                     )
                 return

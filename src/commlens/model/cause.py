@@ -356,6 +356,7 @@ Doubt = Literal[
     "members-unknown",
     "many-outside",
     "store-elsewhere",
+    "helper-unseen",
 ]
 """What limits the confidence.
 
@@ -370,6 +371,7 @@ between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-e
 the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks
 do not tell the ranks of the group. ``many-outside``: more ranks are outside of collectives than
 wait, or at several places. ``store-elsewhere``: a process outside of the job may make the store.
+``helper-unseen``: the rank may wait for a process that it started, whose stack could not be read.
 """
 
 
@@ -402,6 +404,27 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     recomputed: Recomputed | None = None
     locked_out: list[Rank] = []  # wait for a lock that no other thread of their process releases
     doubt: Doubt | None
+
+
+class HelperCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the stack of a process stands that a rank started, and whose calls are not recorded."""
+
+    rank: Rank  # that started it
+    pid: int
+    op: str = ""  # the collective that it is in; empty: in none
+    source: str | None = None  # the line that called the collective, or the innermost line
+    is_idle: bool = False  # it waits for a request, as far as its stack shows
+
+
+class HelpersAwaited(Cause, tag="helpers-awaited", kw_only=True):
+    """Ranks that others wait for, and which have started processes that are in a collective of
+    their own process group.
+    """
+
+    ranks: list[Rank]
+    waits: list[Wait]  # for these ranks, the most waited for first
+    inside: list[HelperCall]  # the processes that these ranks started
+    outside: list[HelperCall]  # those of other ranks, which meet them and are in no collective
 
 
 class Working(Cause, tag="working", kw_only=True):
@@ -939,6 +962,7 @@ class Motionless(Cause, tag="motionless", kw_only=True):
 
     ranks: list[Rank]
     still_s: list[float]  # for which each has not moved, in the order of the ranks
+    helpers: list[HelperCall] = []  # the processes that they started
 
 
 HowEnded = Literal["after-a-peer", "kept-address", "unobserved", "from-outside"]
@@ -1209,6 +1233,7 @@ class NoneWaits(Cause, tag="none-waits", kw_only=True):
 AnyCause = (
     Diverged
     | Missing
+    | HelpersAwaited
     | Working
     | Unrecorded
     | StuckInside

@@ -130,6 +130,16 @@ class StoreSeen(msgspec.Struct, frozen=True):
     agent: bool  # its launcher's environment leaves the store to the launcher
 
 
+class HelperProcess(msgspec.Struct, frozen=True):
+    """A process that a rank started and that calls ``init_process_group`` with a rank of its own.
+    Its calls are not recorded.
+    """
+
+    pid: int
+    group: str  # alike for processes that meet at the same address
+    stack: Stack = ()  # of its main thread, innermost first; empty: unknown
+
+
 class Observation(msgspec.Struct):
     """Outside observations of a rank's process. Every field may be missing (None or 0), which means
     unknown.
@@ -173,6 +183,7 @@ class Observation(msgspec.Struct):
     # taken from outside (py-spy); used if the process's own are stale
     stacks: list[ThreadStack] = []
     stacks_note: str | None = None  # why there are no stacks, in words
+    helpers: list[HelperProcess] = []
 
     @property
     def has_ended(self) -> bool:

@@ -6,11 +6,14 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from commlens.blackbox import rank_claims
 from commlens.errors import FormatError
-from commlens.model.ranklog import Observation, RankLog
+from commlens.model.frames import frame_kind
+from commlens.model.ranklog import HelperProcess, Observation, RankLog
+from commlens.processes import pyspy
 from commlens.processes.observer import Observer, Pulse
 from commlens.processes.process import ProcessEnding
 from commlens.processes.store_address import look_at_store
@@ -74,13 +77,21 @@ def read_logs(
         if log is None:
             log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
-        last = log.store_wait or (log.setups[-1] if log.setups else None)
-        if last is not None and last.in_flight and member.alive and member.here:
-            place = meeting_address(last)
-            log.observation.store = look_at_store(member.pid, *place) if place else None
+        if member.alive and member.here:
+            _add_store(log)
         logs.append(log)
-    _add_twins(logs, {member.box.path.parent for member in members if member.box is not None})
+    folders = {member.box.path.parent for member in members if member.box is not None}
+    _add_twins(logs, folders)
+    if observations and newest is None:
+        _add_helpers(logs, folders)
     return one_run(logs), problems
+
+
+def _add_store(log: RankLog) -> None:
+    """Add what is seen of the store in which a rank waits, or meets the others."""
+    last = log.store_wait or (log.setups[-1] if log.setups else None)
+    if last is not None and last.in_flight and (place := meeting_address(last)):
+        log.observation.store = look_at_store(log.pid, *place)
 
 
 def _add_twins(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
@@ -92,6 +103,31 @@ def _add_twins(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
                 log.twins = [
                     (claim.pid, claim.started_by) for claim in twins.get(log.rank, [])
                 ] or log.twins
+
+
+def _add_helpers(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
+    """Add the processes that ranks started and that have a process group of their own, with their
+    stacks.
+    """
+    looks: list[tuple[RankLog, rank_claims.RankClaim, pyspy.InBackground[pyspy.Stacks]]] = []
+    for folder in folders:
+        claims: dict[int, list[rank_claims.RankClaim]] = {}
+        with contextlib.suppress(OSError):
+            claims = rank_claims.of_children(folder)
+        for log in logs:
+            for claim in claims.get(log.pid, ()) if log.initialised else ():
+                look = pyspy.InBackground(
+                    partial(pyspy.take, claim.pid, partial(frame_kind, prefixes=[])),
+                    lambda error: pyspy.Stacks([], f"py-spy failed: {error}"),
+                )
+                looks.append((log, claim, look))
+    for log, claim, look in looks:
+        seen = look.wait(pyspy.TIMEOUT_S)
+        stack = seen.threads[0].stack.frames if seen is not None and seen.threads else ()
+        log.observation.helpers = [
+            *log.observation.helpers,
+            HelperProcess(claim.pid, claim.group, stack),
+        ]
 
 
 def have_joined(members: Sequence[Member]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commlens.blackbox import job_dirs
+from commlens.blackbox import job_dirs, rank_claims
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import job_box
 from commlens.capture.rank_environment import PlaceInJob
@@ -56,3 +56,9 @@ def test_a_rank_that_two_processes_have_is_told_with_who_started_each(
     assert job_box.twin_of(None, PlaceInJob(0, 2, "file:///tmp/meeting")) == "", "another rank"  # type: ignore[arg-type]
     discard(tmp_path)
     assert not list(tmp_path.glob(".claim*"))
+
+
+def test_the_living_children_of_a_rank_are_known_by_its_pid(tmp_path: Path) -> None:
+    mine = rank_claims.claim_rank(tmp_path, 1, "tcp://127.0.0.1:29501", 2, 7)
+    (tmp_path / f".claim-0-{mine.group}-{mine.pid}-{mine.start_ticks + 1}-8").touch()  # has ended
+    assert rank_claims.of_children(tmp_path) == {7: [mine]}

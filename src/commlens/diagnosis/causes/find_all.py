@@ -19,6 +19,7 @@ from commlens.diagnosis.causes.cycle import find_cycles, find_departures
 from commlens.diagnosis.causes.dead import find_deaths, find_ended, find_kept_addresses
 from commlens.diagnosis.causes.groups_differ import find_groups_that_differ, find_started_twice
 from commlens.diagnosis.causes.hardware import add_hardware
+from commlens.diagnosis.causes.helper_processes import find_awaited_helpers
 from commlens.diagnosis.causes.messages import find_no_such_peer, find_taken_messages
 from commlens.diagnosis.causes.mismatch import find_mismatches
 from commlens.diagnosis.causes.missing import find_missing
@@ -89,7 +90,8 @@ def _find_what_blocks(context: Context, sinks: Sequence[WaitNode]) -> None:
     find_cycles(context)
     explained |= find_no_such_peer(context)
     left = find_departures(context, [node for node in sinks if node.rank not in explained])
-    find_missing(context, [node for node in left if node.kind == "absent"])
+    absent = find_awaited_helpers(context, [node for node in left if node.kind == "absent"])
+    find_missing(context, absent)
     find_unwritten(context, [node for node in sinks if node.kind == "key"])
     _find_stuck(context, [node for node in sinks if node.kind == "stuck"])
     find_unrecorded(context, [node for node in left if node.kind in ("no-record", "elsewhere")])

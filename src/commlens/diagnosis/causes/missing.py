@@ -141,7 +141,7 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
         awaited = id(first.op) if first.is_from_any else first.instance
         groups[(awaited, node in may_arrive, doing.why, doing.frame)].append((node, doing))
     for members in sorted(groups.values(), key=lambda members: [node for node, _ in members]):
-        absence, first_node = _absence(context, members), members[0][0]
+        absence, first_node = absence_of(context, members), members[0][0]
         if first_node in may_arrive:
             _add_working(context, absence, first_node)
         else:
@@ -157,7 +157,8 @@ def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
     )
 
 
-def _absence(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
+def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
+    """Return the absence of ranks that do the same thing."""
     absent = [node for node, _ in members]
     edges = context.graph.edges_into_all(absent)
     edge = most_waited(edges)
@@ -334,7 +335,11 @@ def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequen
 
 def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
     """Return the facts about the ranks that the records lack; None if they suffice."""
-    return _doubt_of_messages(context, absence) or _doubt_of_waits(context, absence)
+    return (
+        _doubt_of_messages(context, absence)
+        or _doubt_of_helpers(context, absence)
+        or _doubt_of_waits(context, absence)
+    )
 
 
 def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
@@ -355,13 +360,25 @@ def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
     return "ended-unobserved" if ended else "not-observed"
 
 
+def _doubt_of_helpers(context: Context, absence: Absence) -> Doubt | None:
+    logs = [context.job.views[rank].log for rank in absence.ranks]
+    unseen = any(not helper.stack for log in logs for helper in log.observation.helpers)
+    return "helper-unseen" if unseen and not absence.finished else None
+
+
 def _doubt_of_messages(context: Context, absence: Absence) -> Doubt | None:
     views = [context.job.views[rank] for rank in absence.ranks]
     return "may-wait-in-message" if any(view.unknown_message for view in views) else None
 
 
 _LIMITS_TO_LOW = frozenset(
-    {"may-wait-in-message", "completion-unknown", "only-issued", "may-be-working"}
+    {
+        "may-wait-in-message",
+        "completion-unknown",
+        "only-issued",
+        "may-be-working",
+        "helper-unseen",
+    }
 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis.align.tie_break import UNDECIDED, by_majority
 from commlens.diagnosis.causes.context import MOTIONLESS, Case, Context
+from commlens.diagnosis.causes.helper_processes import helper_groups
 from commlens.diagnosis.graph.wait_graph import Graph, WaitNode
 from commlens.diagnosis.index import activity
 from commlens.diagnosis.index.job_index import JobIndex, RankView, Track
@@ -219,6 +220,7 @@ def find_motionless(context: Context) -> None:
         confidence="low",
         ranks=sorted(job.views),
         still_s=[ns / 1e9 for ns in still_ns],
+        helpers=[call for calls in helper_groups(job).values() for call in calls],
     )
     frame = doing.frame if len(places) == 1 else None
     context.cases.append(MotionlessCase(cause, None, frame, places=places))

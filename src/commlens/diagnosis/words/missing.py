@@ -341,6 +341,10 @@ _DOUBTS: dict[Doubt, str] = {
     "store-elsewhere": (
         "Whether a process outside of the job is to come to that store is not known."
     ),
+    "helper-unseen": (
+        "A process that it started is in a process group of its own, whose calls are not recorded,"
+        " and its stack could not be read (py-spy): the rank may wait for it."
+    ),
     "members-unknown": MEMBERS_UNKNOWN,
     "many-outside": MANY_OUTSIDE,
 }

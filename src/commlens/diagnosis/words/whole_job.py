@@ -11,6 +11,7 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.whole_job import MotionlessCase
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.diagnosis.words.finding import Words
+from commlens.diagnosis.words.helper_processes import places
 from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE
 from commlens.model.bypass import Bypass, bypasses_of
 from commlens.model.cause import Fewer, LatentFault, NoFault, Unexplained
@@ -344,7 +345,7 @@ def words_of_motionless(_context: Context, case: MotionlessCase) -> Words:
             f" collective{f': {where}' if where else ''}"
         ),
         next_step="find out what the ranks wait for: a lock, a file, a child process or a server",
-        evidence=evidence[:_SHOWN],
+        evidence=evidence[:_SHOWN] + places(cause.helpers),
         would_raise_confidence=(
             "A rank's waits outside of collectives are not recorded; `py-spy dump --native` may"
             " show what it waits for."

@@ -10,7 +10,7 @@ from goldens import hold
 from judging import blame, judge
 
 from commlens.model.collective import Frame, FrameKind
-from commlens.model.ranklog import End, Observation
+from commlens.model.ranklog import End, HelperProcess, Observation
 
 
 def all_stay(stay: Stay, also: Stay | None = None) -> Callable[[Job, int], Iterator[object]]:
@@ -27,6 +27,19 @@ def test_ranks_that_stand_still_outside_of_collectives() -> None:
     assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [], None, "low")
     assert verdict.victims == [0, 1, 2, 3]
     hold("missing/motionless", verdict)
+
+
+def test_the_processes_that_the_ranks_started_are_evidence() -> None:
+    logs = Job(4).run(all_stay(Stay(40, "result"))).logs(after_s=200)
+    stacks = {0: "gather_object", 1: "os_write"}
+    for rank, function in stacks.items():
+        file = "/env/torch/distributed/distributed_c10d.py" if rank == 0 else "/env/writer.py"
+        stack = (Frame(file, 7, function), Frame("/env/planner.py", 9, "plan"))
+        logs[rank].observation.helpers = [HelperProcess(3000 + rank, "abc", stack)]
+    assert judge(logs).findings[0].evidence[-2:] == [
+        "Process 3000, which rank 0 started, is in gather_object at planner.py:9.",
+        "Process 3001, which rank 1 started, is in no collective, but at writer.py:7.",
+    ]
 
 
 WORKS = Observation(

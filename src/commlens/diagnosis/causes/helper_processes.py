@@ -1,0 +1,112 @@
+"""Ranks that wait for processes that they started, such as those that write checkpoints. These meet
+in a process group of their own, whose calls are not recorded: their stacks tell where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from commlens.diagnosis.causes.context import Case, Context, waits_of
+from commlens.diagnosis.causes.missing import Absence, absence_of
+from commlens.diagnosis.graph.wait_graph import WaitNode
+from commlens.diagnosis.index.job_index import JobIndex
+from commlens.model.cause import HelperCall, HelpersAwaited
+from commlens.model.collective import Stack
+
+# in which a process waits for the next request
+_REQUESTS: Final = re.compile(r"/multiprocessing/(connection|queues)\.py$|/(queue|selectors)\.py$")
+_CALLS: Final = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py")
+
+
+@dataclass(kw_only=True)
+class HelpersCase(Case[HelpersAwaited]):
+    """Ranks that wait for processes that they started."""
+
+    absence: Absence
+
+
+def find_awaited_helpers(context: Context, nodes: list[WaitNode]) -> list[WaitNode]:
+    """Find the ranks whose helper processes are in a collective: they are presumed to wait for
+    these. Return the nodes of the other ranks.
+
+    A rank whose helper waits for a request while most others' are in a collective has not asked it
+    for what they asked theirs: it is to blame if it waits for the ranks of those.
+    """
+    if not any(context.job.views[node.rank].log.observation.helpers for node in nodes):
+        return nodes
+    others = nodes
+    for calls in helper_groups(context.job).values():
+        inside = {call.rank: call for call in calls if call.op}
+        members = [
+            (node, doing)
+            for node in others
+            if node.rank in inside
+            and (not (doing := context.doing(context.job.views[node.rank])).works or doing.unclear)
+        ]
+        if members:
+            _add(context, absence_of(context, members), calls)
+            found = {node for node, _ in members}
+            others = [node for node in others if node not in found]
+    return others
+
+
+def helper_groups(job: JobIndex) -> dict[str, list[HelperCall]]:
+    """Return where the helper processes stand, by the group in which they meet."""
+    groups: dict[str, list[HelperCall]] = defaultdict(list)
+    for rank, view in job.views.items():
+        for helper in view.log.observation.helpers:
+            if helper.stack:
+                op, source = _call_in(helper.stack)
+                is_idle = _REQUESTS.search(helper.stack[0].file) is not None
+                groups[helper.group].append(HelperCall(rank, helper.pid, op, source, is_idle))
+    return groups
+
+
+def _call_in(stack: Stack) -> tuple[str, str]:
+    """Return the collective that a stack stands in, empty if in none, and the line that called
+    it, or the innermost line.
+    """
+    functions = list(_innermost_calls(stack))
+    caller = stack[min(len(functions), len(stack) - 1)]
+    named = [name for name in functions if name != "wrapper" and not name.startswith("_")]
+    return (named[-1] if named else ""), caller.where
+
+
+def _innermost_calls(stack: Stack) -> Iterator[str]:
+    for frame in stack:
+        if not frame.file.endswith(_CALLS):
+            return
+        yield frame.function.rpartition(".")[2]
+
+
+def _add(context: Context, absence: Absence, calls: Sequence[HelperCall]) -> None:
+    outside = [call for call in calls if not call.op]
+    culprits = _not_asking(absence, calls)
+    cause = HelpersAwaited(
+        kind="missing",
+        why="in-collective",
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="absence" if culprits else "unknown",
+        victims=sorted({*absence.blocked, *absence.ranks}.difference(culprits)),
+        confidence="medium" if culprits else "low",
+        ranks=absence.ranks,
+        waits=waits_of(context, absence.all_edges),
+        inside=[call for call in calls if call.op and call.rank in absence.ranks],
+        outside=outside,
+    )
+    op = absence.edge.op
+    frame = op.source if culprits else absence.doing.frame
+    context.cases.append(HelpersCase(cause, op, frame, blocked=absence.blocked, absence=absence))
+
+
+def _not_asking(absence: Absence, calls: Sequence[HelperCall]) -> list[int]:
+    """Return the ranks that did not ask their helpers; none if that is not clear."""
+    inside = {call.rank for call in calls if call.op}
+    outside = {call.rank: call.is_idle for call in calls if not call.op}
+    is_clear = all(outside.values()) and len(outside) < len(inside)
+    return sorted(outside) if is_clear and set(outside) <= set(absence.blocked) else []
