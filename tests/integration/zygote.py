@@ -41,7 +41,9 @@ import torch.optim
 
 GIVEN = os.environ.get("PYTHONPATH", "")
 BASE_PATH = sys.path[1 + len(GIVEN.split(os.pathsep)) * bool(GIVEN) :]
-sys.path.insert(1, str(Path(__file__).parents[2] / "src"))
+SOURCE = str(Path(__file__).parents[2] / "src")
+sys.path.insert(1, SOURCE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, GIVEN]))  # for what ranks start
 
 
 def answer(**fields):
