@@ -265,8 +265,8 @@ def test_durations_where_timing_is_on_and_the_end_was_seen(every_kind: list[Rank
 
 
 def test_optimizer_steps_are_counted(every_kind: list[RankLog]) -> None:
-    assert every_kind[0].steps == 2
-    assert {c.step for c in every_kind[0].collectives} == {0, 1, 2}
+    assert every_kind[0].steps == 3
+    assert {c.step for c in every_kind[0].collectives} == {0, 1, 2, 3}
 
 
 def test_the_goodbye(every_kind: list[RankLog]) -> None:
