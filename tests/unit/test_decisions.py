@@ -14,7 +14,7 @@ OUTSIDE = SOURCE / "commlens" / "outside"
 DECIDING = [
     *sorted((DIAGNOSIS / "causes").glob("*.py")),
     *sorted((DIAGNOSIS / "align").glob("*.py")),
-    *(OUTSIDE / f"{name}.py" for name in ("causes", "seen", "waits")),
+    *(OUTSIDE / f"{name}.py" for name in ("causes", "seen")),
 ]
 WORDLESS = {
     *DECIDING,

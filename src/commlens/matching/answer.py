@@ -46,5 +46,10 @@ class Disagree(msgspec.Struct, frozen=True):
     # the arguments of the minority are wrong whatever the others pass; it may be most ranks
     in_itself: bool = False
 
+    @property
+    def tie(self) -> bool:
+        """Whether no party has the majority, so that no rank can be called the odd one."""
+        return not self.minority
+
 
 Answer = Agree | Unknown | Disagree

@@ -371,7 +371,7 @@ between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-e
 the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks
 do not tell the ranks of the group. ``many-outside``: more ranks are outside of collectives than
 wait, or at several places. ``store-elsewhere``: a process outside of the job may make the store.
-``helper-unseen``: the rank may wait for a process that it started, whose stack could not be read.
+``helper-unseen``: the rank may wait for a process that it started.
 """
 
 

@@ -314,7 +314,9 @@ class Completion {
       std::lock_guard<std::mutex> lock(mutex_);
       in_flight_.hold(token, dropped);
       update_count();
-      if (for_cpp && issued_for_cpp_.size() < ISSUED_MAX) issued_for_cpp_.push_back({token, token->index, token->offset, token->since, token->thread});
+      if (for_cpp && issued_for_cpp_.size() >= ISSUED_MAX)  // of threads in which no pass ends
+        issued_for_cpp_.erase(issued_for_cpp_.begin(), issued_for_cpp_.begin() + ISSUED_MAX / 2);
+      if (for_cpp) issued_for_cpp_.push_back({token, token->index, token->offset, token->since, token->thread});
     }
     if (for_cpp && pass != NO_PASS && pass != queued_pass()) follow(pass);
   }

@@ -134,14 +134,28 @@ _RAY: Final = {
 # --- torchcomms used directly: c10d's calls to it pass its methods in C++, and torch's dispatcher
 
 
+_split: dict[str, str] = {}
+"""By the name of a communicator that was split off: its parent, name and ranks. Those of a device
+mesh have one name on all ranks.
+"""
+
+
+def _torchcomms_path(comm: Any) -> str:
+    name = str(comm.get_name())
+    return _split.get(name, f"torchcomms/{name}")
+
+
 def _torchcomms_group(comm: Any) -> LibraryGroup:
     """A communicator by its name, which all its ranks give."""
-    made = count_made(comm.get_rank(), comm.get_size(), f"torchcomms/{comm.get_name()}")
+    made = count_made(comm.get_rank(), comm.get_size(), _torchcomms_path(comm))
     return LibraryGroup("torchcomms", made=made)
 
 
 def _torchcomms(op: str, tensor: str = "") -> Describe:
     def describe(comm: Any, given: Given) -> LibraryCall | None:
+        if op == "split":
+            name = given.get("name")
+            _split[str(name)] = f"{_torchcomms_path(comm)}/{name}/{given['ranks']}"
         return LibraryCall(
             group_of(comm, "torchcomms", lambda: _torchcomms_group(comm)),
             op,
@@ -175,7 +189,7 @@ _TORCHCOMMS: Final = {
     "all_to_all_v_single": ("", "async_op"),
     "all_to_all": ("", "async_op"),
     "barrier": ("", "async_op"),
-    "split": ("", "ranks"),
+    "split": ("", "ranks", "name"),
 }
 """The tensor and the other parameters of each method."""
 

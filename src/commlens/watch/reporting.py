@@ -32,6 +32,7 @@ from commlens.text import capital, ranks_phrase, sentence
 from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.alerts.otlp import OtlpExporter
 from commlens.watch.few_ranks import few_ranks
+from commlens.watch.helper_stacks import HelperStacks
 from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.node_health import HealthOfNode
 from commlens.watch.nodes import remote_evidence
@@ -131,6 +132,7 @@ class Evidence:
         self.health = health
         self._roster = roster
         self._observer = observer
+        self._helpers = HelperStacks()
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
         # returns how long waits usually are where the rank with this pid waits
@@ -296,7 +298,9 @@ class Evidence:
     def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
         wait_s = _PY_SPY_WAIT_S if any(member.alive for member in members) else 0.0
-        return {member.pid: self._observed(member, wait_s) for member in members if member.here}
+        seen = {member.pid: self._observed(member, wait_s) for member in members if member.here}
+        self._helpers.add(members, seen)
+        return seen
 
     def health_here(self) -> NodeHealth | None:
         """Return this node's facts about its hardware."""
@@ -304,9 +308,10 @@ class Evidence:
 
     def observations(self) -> dict[int, Observation]:
         """Return the observations by rank."""
-        return {
-            member.rank: self._observed(member) for member in self._roster.current() if member.here
-        }
+        members = [member for member in self._roster.current() if member.here]
+        seen = {member.pid: self._observed(member) for member in members}
+        self._helpers.add(members, seen)
+        return {member.rank: seen[member.pid] for member in members}
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
         frozen = self.frozen.get(member.pid)

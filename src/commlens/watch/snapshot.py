@@ -6,17 +6,15 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from commlens.blackbox import rank_claims
 from commlens.errors import FormatError
-from commlens.model.frames import frame_kind
-from commlens.model.ranklog import HelperProcess, Observation, RankLog
-from commlens.processes import pyspy
+from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
 from commlens.processes.process import ProcessEnding
 from commlens.processes.store_address import look_at_store
+from commlens.watch.helper_stacks import HelperStacks
 from commlens.watch.roster import Member, Roster
 from commlens.watch.strangers import meeting_address, why_unrecorded
 
@@ -80,10 +78,7 @@ def read_logs(
         if member.alive and member.here:
             _add_store(log)
         logs.append(log)
-    folders = {member.box.path.parent for member in members if member.box is not None}
-    _add_twins(logs, folders)
-    if observations and newest is None:
-        _add_helpers(logs, folders)
+    _add_twins(logs, {member.box.path.parent for member in members if member.box is not None})
     return one_run(logs), problems
 
 
@@ -103,31 +98,6 @@ def _add_twins(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
                 log.twins = [
                     (claim.pid, claim.started_by) for claim in twins.get(log.rank, [])
                 ] or log.twins
-
-
-def _add_helpers(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
-    """Add the processes that ranks started and that have a process group of their own, with their
-    stacks.
-    """
-    looks: list[tuple[RankLog, rank_claims.RankClaim, pyspy.InBackground[pyspy.Stacks]]] = []
-    for folder in folders:
-        claims: dict[int, list[rank_claims.RankClaim]] = {}
-        with contextlib.suppress(OSError):
-            claims = rank_claims.of_children(folder)
-        for log in logs:
-            for claim in claims.get(log.pid, ()) if log.initialised else ():
-                look = pyspy.InBackground(
-                    partial(pyspy.take, claim.pid, partial(frame_kind, prefixes=[])),
-                    lambda error: pyspy.Stacks([], f"py-spy failed: {error}"),
-                )
-                looks.append((log, claim, look))
-    for log, claim, look in looks:
-        seen = look.wait(pyspy.TIMEOUT_S)
-        stack = seen.threads[0].stack.frames if seen is not None and seen.threads else ()
-        log.observation.helpers = [
-            *log.observation.helpers,
-            HelperProcess(claim.pid, claim.group, stack),
-        ]
 
 
 def have_joined(members: Sequence[Member]) -> bool:
@@ -189,11 +159,14 @@ def observe(
         if left <= 0:
             break
         time.sleep(min(_LOOK_EVERY_S, left))
-    return {
+    found = {
         member.pid: observer.observe(member.pid, wait_s=wait_s)
         for member in roster.current()
         if member.here
     }
+    if window_s:
+        HelperStacks().add(roster.current(), found)
+    return found
 
 
 def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
@@ -10,7 +9,7 @@ from comm_debug_json import ADDMM, AG, AR, module
 
 import commlens
 from commlens.model.trace import Depth
-from commlens.reports.trace_terminal import print_summary
+from commlens.reports.trace_terminal import render
 
 
 def test_comm_debug_modes_json_is_read(tmp_path):
@@ -36,9 +35,7 @@ def test_comm_debug_modes_json_is_read(tmp_path):
     out = trace.to_summary()
     assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
     assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode's JSON has no self-check."
-    text = io.StringIO()
-    print_summary(out, text, width=80, colour=False)
-    assert "bytes" not in text.getvalue().split("This trace is from CommDebugMode's JSON")[0]
+    assert "bytes" not in render(out).split("This trace is from CommDebugMode's JSON")[0]
 
 
 def test_a_damaged_one_gets_a_sentence(tmp_path):

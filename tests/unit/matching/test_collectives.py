@@ -78,10 +78,11 @@ def test_the_odd_one_is_named(
 ) -> None:
     answer = odd_one(usual, odd)
     assert isinstance(answer, Disagree)
-    assert (answer.aspect, answer.severity, answer.minority) == (
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (
         aspect,
         severity,
         (2,),
+        False,
     )
     assert "rank 2" in answer.detail
     assert "ranks 0-1,3" in answer.detail
@@ -154,6 +155,7 @@ def test_missing_evidence_is_unknown(missing: dict[str, object]) -> None:
 def test_a_tie_has_no_minority() -> None:
     answer = compare_collectives({0: A, 1: asked("all_reduce", spec(3), reduce_op="SUM")})
     assert isinstance(answer, Disagree)
+    assert answer.tie
     assert answer.minority == ()
 
 

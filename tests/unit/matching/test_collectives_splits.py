@@ -92,10 +92,11 @@ def test_without_splits_the_totals_of_an_all_to_all_must_be_equal() -> None:
     odd = {0: all_to_all(12, 11), 1: all_to_all(12, 14), 2: all_to_all(12, 12)}
     answer = compare_collectives(odd, range(3), splits_known=False)
     assert isinstance(answer, Disagree)
-    assert (answer.aspect, answer.severity, answer.minority) == (
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (
         "splits",
         Severity.ILLEGAL,
         (),
+        True,
     )
     assert [party.phrase for party in answer.parties] == [
         "together, they send 36 elements and expect 37"

@@ -8,10 +8,9 @@ import jsonschema
 import msgspec
 
 from commlens.model.verdict import Verdict
-from conftest import SOURCE
+from commlens.reports.json_report import schema
 
-_SCHEMA = SOURCE / "commlens" / "reports" / "schemas" / "verdict-2.schema.json"
-_VALIDATOR = jsonschema.Draft202012Validator(msgspec.json.decode(_SCHEMA.read_bytes()))
+_VALIDATOR = jsonschema.Draft202012Validator(schema())
 
 
 def hold_to_schema(verdict: Verdict) -> None:

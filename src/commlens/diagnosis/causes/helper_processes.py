@@ -13,6 +13,7 @@ from typing import Final
 from commlens.diagnosis.causes.context import Case, Context, waits_of
 from commlens.diagnosis.causes.missing import Absence, absence_of
 from commlens.diagnosis.graph.wait_graph import WaitNode
+from commlens.diagnosis.index.activity import may_wait_for_child
 from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.cause import HelperCall, HelpersAwaited
 from commlens.model.collective import Stack
@@ -30,8 +31,8 @@ class HelpersCase(Case[HelpersAwaited]):
 
 
 def find_awaited_helpers(context: Context, nodes: list[WaitNode]) -> list[WaitNode]:
-    """Find the ranks whose helper processes are in a collective: they are presumed to wait for
-    these. Return the nodes of the other ranks.
+    """Find the ranks that wait for a process and whose helper processes are in a collective: they
+    are presumed to wait for these. Return the nodes of the other ranks.
 
     A rank whose helper waits for a request while most others' are in a collective has not asked it
     for what they asked theirs: it is to blame if it waits for the ranks of those.
@@ -45,7 +46,8 @@ def find_awaited_helpers(context: Context, nodes: list[WaitNode]) -> list[WaitNo
             (node, doing)
             for node in others
             if node.rank in inside
-            and (not (doing := context.doing(context.job.views[node.rank])).works or doing.unclear)
+            and (view := context.job.views[node.rank])
+            and may_wait_for_child(view.log, doing := context.doing(view))
         ]
         if members:
             _add(context, absence_of(context, members), calls)
@@ -105,8 +107,10 @@ def _add(context: Context, absence: Absence, calls: Sequence[HelperCall]) -> Non
 
 
 def _not_asking(absence: Absence, calls: Sequence[HelperCall]) -> list[int]:
-    """Return the ranks that did not ask their helpers; none if that is not clear."""
+    """Return the ranks that did not ask their helpers; none if that is not clear: some helpers
+    stay in a collective until rank 0's gets a request.
+    """
     inside = {call.rank for call in calls if call.op}
     outside = {call.rank: call.is_idle for call in calls if not call.op}
-    is_clear = all(outside.values()) and len(outside) < len(inside)
+    is_clear = all(outside.values()) and len(outside) < len(inside) and inside <= set(absence.ranks)
     return sorted(outside) if is_clear and set(outside) <= set(absence.blocked) else []

@@ -29,7 +29,12 @@ from commlens.diagnosis.causes.context import (
 )
 from commlens.diagnosis.causes.messages import find_recomputed
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
-from commlens.diagnosis.index.activity import Activity, is_locked_out, longest_gap_ns
+from commlens.diagnosis.index.activity import (
+    Activity,
+    is_locked_out,
+    longest_gap_ns,
+    may_wait_for_child,
+)
 from commlens.diagnosis.index.job_index import Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
@@ -362,8 +367,12 @@ def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
 
 def _doubt_of_helpers(context: Context, absence: Absence) -> Doubt | None:
     logs = [context.job.views[rank].log for rank in absence.ranks]
-    unseen = any(not helper.stack for log in logs for helper in log.observation.helpers)
-    return "helper-unseen" if unseen and not absence.finished else None
+    may_wait = any(
+        not all(helper.stack for helper in log.observation.helpers)
+        and may_wait_for_child(log, absence.doing)
+        for log in logs
+    )
+    return "helper-unseen" if may_wait else None
 
 
 def _doubt_of_messages(context: Context, absence: Absence) -> Doubt | None:

@@ -283,6 +283,27 @@ def is_locked_out(log: RankLog) -> bool:
     )
 
 
+_CHILD: Final = re.compile(
+    r"/concurrent/futures/|/torch/distributed/checkpoint/|/subprocess\.py$"
+    r"|/multiprocessing/(connection|process|popen_\w+)\.py$"
+)
+_NO_WAIT: Final = frozenset({"stopped", "holding-gil", "throttled", "data-loading", "finished"})
+
+
+def may_wait_for_child(log: RankLog, doing: Activity) -> bool:
+    """Return whether the main thread may wait for a process that it started: its own stack shows
+    it, or is unknown.
+    """
+    if doing.why in _NO_WAIT or (doing.works and not doing.unclear) or is_locked_out(log):
+        return False
+    for frame in log.main_stack.frames if log.main_stack is not None else ():
+        if frame.kind is FrameKind.USER:
+            return False
+        if _CHILD.search(frame.file):
+            return True
+    return log.main_stack is None
+
+
 def torch_is_innermost(stack: Stack) -> bool:
     """Whether the thread is inside torch, or its stack is unknown: it may be waiting for a
     collective in C++.

@@ -443,7 +443,7 @@ class _RankIndexer:
     def _add_to_track(self, key: ChannelKey, op: Collective) -> None:
         number = op.sequence_number
         if number <= 0:
-            if op.channel.library:
+            if op.channel.library and op.args.op != "rendezvous":  # only the first one has a number
                 self.view.unnumbered[key] = op.index
             return
         track = self.view.tracks.setdefault(key, Track())

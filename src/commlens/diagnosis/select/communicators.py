@@ -323,15 +323,15 @@ def _is_whole(told: NcclRecord | None) -> bool:
 
 
 def _newest(ran: Sequence[NcclOp], waiting: Sequence[NcclOp]) -> NcclOp | None:
-    """Return the operation in which a device is, else the last one that it ended. Of calls and
-    launches that have not started, nothing tells which one is the first.
+    """Return the operation in which a device is, else the last one that it ended. If none of
+    several has started, nothing tells which one is the first: a launch is told when it starts.
     """
     if not waiting:
         return max(ran, key=lambda each: each.stopped_ns)
     started = [op for op in waiting if op.started_on]
-    if not started and len({op.is_replay for op in waiting}) > 1:
+    if not started:
         return None
-    return min(started or waiting, key=lambda each: (each.started_ns, each.number))
+    return min(started, key=lambda each: (each.started_ns, each.number))
 
 
 def _record_of(op: NcclOp, channel: Channel) -> Collective:

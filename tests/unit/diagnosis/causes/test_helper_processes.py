@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
-from builders import Job, Stay, training
+from builders import Job, Stay, at, training
 from goldens import hold
 from judging import judge
 
@@ -22,11 +23,14 @@ IN_GATHER: Stack = (
 )
 IDLE: Stack = (Frame("/usr/lib/python3.11/multiprocessing/connection.py", 395, "_recv"),)
 
+FUTURE = "/usr/lib/python3.11/concurrent/futures/_base.py"
+WAITING = Stay(57, "wait_for_it", frames=(Frame(FUTURE, 451, "result", FrameKind.PYTHON),))
+
 
 def logs_with(stacks: Mapping[int, Stack], size: int = 4) -> list[RankLog]:
     """The ranks whose helper is in a collective do not come to the next one; else rank 1."""
     late = [rank for rank, stack in stacks.items() if stack == IN_GATHER]
-    stay = Stay(57, "save") if late else Stay(57, "wait_for_it")
+    stay = replace(WAITING, line=57, function="save") if late else WAITING
     late = late or [1]
     logs = (
         Job(size)
@@ -64,6 +68,23 @@ def test_nobody_is_named_if_the_process_that_does_not_come_is_busy() -> None:
     verdict = judge(logs_with({0: IN_GATHER, 1: writing, 2: IN_GATHER, 3: IN_GATHER}))
     assert found(verdict) == ("missing", [], "low")
     assert "is in no collective, but at serialization.py:810." in verdict.findings[0].evidence[-1]
+
+
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_a_rank_that_does_not_wait_for_its_process_is_named(state: str) -> None:
+    """The processes of all ranks but one stay in a broadcast until they get something to do."""
+    stay = Stay(57, "evaluate", frames=WAITING.frames if state == "T" else ())
+    logs = Job(4).run(training(at(1, 5, stay))).logs()
+    logs[1].observation.proc_state = state
+    for rank, log in enumerate(logs):
+        log.observation.helpers = [HelperProcess(3000 + rank, "abc", IN_GATHER if rank else IDLE)]
+    assert found(judge(logs)) == ("missing", [1], "high")
+
+
+def test_nobody_is_named_if_not_all_whose_processes_stand_wait_for_theirs() -> None:
+    logs = logs_with({0: IN_GATHER, 1: IDLE, 3: IN_GATHER})
+    logs[2].observation.helpers = [HelperProcess(3002, "abc", IN_GATHER)]
+    assert found(judge(logs)) == ("missing", [], "low")
 
 
 def test_a_rank_whose_process_is_idle_does_not_wait_for_it() -> None:
