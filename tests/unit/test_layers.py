@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "boards": {"blackbox"},
     "speed": {"model", "text"},
     "formats": {"atomic_write", "errors", "model", "text"},
-    "dumps": {"blackbox", "boards", "errors", "formats", "model", "text"},
+    "dumps": {"blackbox", "boards", "errors", "formats", "helper_process", "model", "text"},
     "diagnosis": {"dumps", "errors", "formats", "matching", "model", "speed", "text"},
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},
     "reports": {"diagnosis", "errors", "formats", "model", "speed", "text", "version"},

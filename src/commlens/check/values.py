@@ -15,7 +15,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -399,9 +400,9 @@ def follow(value: Any, reader: _Reader) -> Any:
     """Return an int or a float as a followed number; other values as they are."""
     followed: Any
     if type(value) is float:
-        followed = FollowedFloat(value)
+        followed = float.__new__(FollowedFloat, value)
     elif type(value) is int:
-        followed = FollowedInt(value)
+        followed = int.__new__(FollowedInt, value)
     else:
         return value
     followed.reader = reader
@@ -413,8 +414,9 @@ def follow_through_math(patches: Patches) -> None:
     from torch.jit import _builtins
 
     table = _builtins._get_builtin_table()
-    for name in ("isnan", "isinf", "isfinite", "exp", "log", "log2", "log10", "sqrt", "pow"):
-        original = getattr(math, name)
+    for name, original in list(vars(math).items()):
+        if not callable(original) or name in _ROUNDING:
+            continue
         patches.wrap(math, name, _call_and_follow)
         wrapper = getattr(math, name)
         if id(original) in table:  # torch.jit.script knows a function by its address
@@ -422,9 +424,13 @@ def follow_through_math(patches: Patches) -> None:
             _registered.append(wrapper)
 
 
-def _call_and_follow(original: Callable[..., Any], *args: Any) -> Any:
+_ROUNDING: Final = frozenset({"floor", "ceil", "trunc", "__loader__"})
+"""Of ``math``: these call a number's methods."""
+
+
+def _call_and_follow(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     reader = _joined_reader(args)
-    result = original(*args)
+    result = original(*args, **kwargs)
     return result if reader is None else _with_reader(result, reader)
 
 
@@ -490,14 +496,17 @@ _OF_INTS = [
     ),
     "__invert__",
 ]
-_CONVERSIONS = ("__int__", "__float__", "__trunc__", "__round__", "__floor__", "__ceil__")
+_CONVERSIONS = (
+    *("__int__", "__float__", "__trunc__", "__round__", "__floor__", "__ceil__"),
+    *("is_integer", "as_integer_ratio", "hex", "conjugate"),
+)
 """Make a plain number, which is not followed any more."""
 
 
 def _fill(kind: type[Any], base: type[Any]) -> None:
     for name in [*_COMPARISONS, *_COMPUTATIONS, *(_OF_INTS if base is int else ())]:
         setattr(kind, name, _computation(base, name))
-    for name in _CONVERSIONS:
+    for name in filter(partial(hasattr, base), _CONVERSIONS):
         setattr(kind, name, _conversion(base, name))
     plain: Callable[[Any], Any] = int.__int__ if base is int else float.__float__
     for name, method in {
@@ -506,6 +515,8 @@ def _fill(kind: type[Any], base: type[Any]) -> None:
         "__reduce_ex__": lambda self, protocol: (base, (plain(self),)),
         "__copy__": lambda self: self,
         "__deepcopy__": lambda self, memo: self,
+        # a program that calls the type of a number, as statistics.mean does, gets a plain one
+        "__new__": staticmethod(lambda _, value=0, *more: base(value, *more)),
     }.items():
         setattr(kind, name, method)
 

@@ -103,6 +103,10 @@ def examine_paths(
         if evidence.cores:
             problems.append("Core files hold stacks alone: name the job's dumps, too.")
         raise EvidenceError(_nothing_readable(files.paths, problems))
+    problems += [
+        f"The core file of rank {rank} is left out: the rank has no black box."
+        for rank in evidence.cores
+    ]
     examined = examine_logs(
         evidence.logs,
         problems=problems,

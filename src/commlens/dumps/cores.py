@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,13 +20,23 @@ from typing import Any, Final, NamedTuple
 
 from commlens.dumps.sources import Source
 from commlens.errors import FormatError
+from commlens.helper_process import python_path
 from commlens.model.collective import Frame
 from commlens.model.frames import frame_kind
-from commlens.model.ranklog import Observation, RankLog, ThreadStack
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.text import printable
 
 _TIMEOUT_S: Final = 120.0
 _FRAMES_MAX: Final = 200
+_FATAL: Final = {
+    int(each): each.name
+    for each in (
+        *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
+        *(signal.SIGILL, signal.SIGSYS, signal.SIGQUIT),
+    )
+}
+"""Signals after which the kernel writes a core file; that of ``gcore`` is of a living process."""
+_SEARCHED: Final = 256 << 20  # bytes
 _RANK: Final = re.compile(rb"\0RANK=(\d{1,7})\0")
 
 
@@ -34,6 +46,7 @@ class Core(NamedTuple):
     pid: int
     rank: int  # by its environment; -1: unknown
     stacks: list[ThreadStack]
+    signal: str = ""  # that killed the process; empty: it did not end, or that is unknown
 
 
 def read_core(source: Source) -> Core:
@@ -53,6 +66,8 @@ def read_core(source: Source) -> Core:
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(path.absolute())],
+            cwd="/",  # no file in the working directory is taken for a module
+            env={**os.environ, "PYTHONPATH": python_path()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_TIMEOUT_S,
@@ -66,7 +81,7 @@ def read_core(source: Source) -> Core:
     if "error" in found:
         raise FormatError(f"pystack could not read {name}: {printable(found['error'])}.")
     stacks = [_stack_of(each, found["pid"], source.modified_ns) for each in found["threads"]]
-    return Core(found["pid"], _rank_in(path), stacks)
+    return Core(found["pid"], _rank_in(path), stacks, _FATAL.get(found["signal"], ""))
 
 
 def _stack_of(thread: Sequence[Any], pid: int, taken_ns: int) -> ThreadStack:
@@ -80,10 +95,10 @@ def _stack_of(thread: Sequence[Any], pid: int, taken_ns: int) -> ThreadStack:
 
 def _rank_in(path: Path) -> int:
     """Return the rank in the environment that a process started with: it lies at the end of its
-    stack, and the stack at the end of the core file.
+    stack, and the stack at the end of the core file, of which only the last part is read.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
-        at = content.rfind(b"\0RANK=")
+        at = content.rfind(b"\0RANK=", max(0, len(content) - _SEARCHED))
         found = _RANK.match(content[at : at + 16]) if at >= 0 else None
     return int(found[1]) if found is not None else -1
 
@@ -103,18 +118,30 @@ def add_cores(
     """
     others: dict[int, Observation] = {}
     for name, core in cores:
-        same = [log for log in logs if log.pid == core.pid]
-        found = [log for log in same if log.rank == core.rank] or same
+        found = [log for log in logs if log.pid == core.pid and core.rank in (-1, log.rank)]
         if len(found) == 1:
-            seen = found[0].observation
-            seen.stacks, seen.stacks_note = core.stacks, None
-        elif not same and core.rank >= 0:
-            others[core.rank] = Observation(stacks=core.stacks)
+            _join(found[0].observation, core)
+        elif not found and core.rank >= 0:
+            # processes that a rank started have its environment, too
+            if core.rank in others:
+                core = core._replace(stacks=[], signal="")
+                problems.append(
+                    f"{name} and another core file are of processes with rank {core.rank}: their"
+                    " stacks are left out."
+                )
+            others[core.rank] = _join(Observation(), core)
         else:
             problems.append(
                 f"{name} is left out: nothing tells of which rank its process {core.pid} was."
             )
     return others
+
+
+def _join(seen: Observation, core: Core) -> Observation:
+    seen.stacks, seen.stacks_note = core.stacks, None
+    if core.signal and not seen.has_ended:
+        seen.end, seen.signal = End.KILLED, core.signal
+    return seen
 
 
 def _print_stacks(path: str) -> None:
@@ -134,7 +161,9 @@ def _print_stacks(path: str) -> None:
             )
             for thread in get_process_threads_for_core(path, core.extract_executable())
         ]
-        print(json.dumps({"pid": core.extract_ps_info()["pid"], "threads": threads}))
+        failure = core.extract_failure_info()
+        about = {"pid": core.extract_ps_info()["pid"], "signal": failure.get("si_signo", 0)}
+        print(json.dumps({**about, "threads": threads}))
     except Exception as error:
         print(json.dumps({"error": str(error)}))
 

@@ -1,7 +1,8 @@
 """The bandwidth that collectives on devices reach, and what their links carry at most.
 
 Bandwidths are those of the bus, as nccl-tests counts them: what passes the narrowest link, so that
-they can be compared with its nominal rate whatever the op and the number of members. A group within
+they can be compared with its nominal rate whatever the op and the number of members. (All-to-all
+is left out: its traffic passes each link in another share on several nodes.) A group within
 a node is compared with NVLink, or with PCIe where a GPU is known to have no NVLink; one on several
 nodes with the adapters nearest to its GPUs.
 """
@@ -25,7 +26,6 @@ _PASSING: Final[dict[str, Callable[[int], float]]] = {
     "all_reduce": lambda members: 2 * (members - 1) / members,
     "all_gather": lambda members: members - 1,
     "reduce_scatter": lambda members: (members - 1) / members,
-    "all_to_all": lambda members: (members - 1) / members,
 }
 _PCIE_LANE: Final = (0.25e9, 0.5e9, 0.985e9, 1.969e9, 3.938e9, 7.563e9)
 """Bytes a second in one direction, by generation."""
@@ -65,12 +65,14 @@ def bus_rate(kind: TransferKind, ns: float) -> float:
 def reached_rate(
     kind: TransferKind, group: ProcessGroup, ns: float, nodes: Iterable[NodeHealth]
 ) -> ReachedRate | None:
-    """Return the bus bandwidth of transfers that take some time; None if their op has none, or the
-    nominal rate of their links is not known.
+    """Return the bus bandwidth of transfers that take some time; None if their op has none, the
+    nominal rate of their links is not known, or they reach more: then other links carry them.
     """
     nominal = nominal_rate(group.ranks, nodes)
     rate = bus_rate(kind, ns)
-    return ReachedRate(kind, group, rate, nominal) if rate and nominal is not None else None
+    if nominal is None or not 0 < rate <= nominal.rate:
+        return None
+    return ReachedRate(kind, group, rate, nominal)
 
 
 def reached_rates(logs: Sequence[RankLog], window: Span) -> list[ReachedRate]:

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -19,6 +20,8 @@ from commlens.model.trace import TraceData
 from commlens.traces.trace import Trace
 from commlens.tracing.patches import Patches
 from commlens.tracing.session import LiveTrace
+
+_WORKS_END_S: Final = 0.05
 
 log = logging.getLogger("commlens")
 
@@ -131,6 +134,9 @@ class TracedProcess:
                 self._snapshot = self.live.tracer.dispatched, self.live.tracer.data()
             except Exception as error:
                 self._fail("could not note its groups", error)
+        # gloo's threads drop the last works, which hold the modes that trace and for this need the
+        # GIL; a group that is destroyed joins these threads with the GIL held
+        time.sleep(_WORKS_END_S)
         return original(group)
 
     # --- SIGTERM, with which torchrun ends the other workers after a death

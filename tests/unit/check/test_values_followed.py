@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import statistics
 
 import pytest
 import torch
@@ -105,6 +106,9 @@ def test_math_asks_for_the_truth_too() -> None:
         assert not math.isnan(with_patches)
         assert type(math.exp(with_patches)) in FOLLOWED
         assert math.isnan(math.nan)
+        assert type(math.fabs(with_patches)) in FOLLOWED
+        assert not math.isclose(with_patches, 2.0, rel_tol=0.1)
+        assert math.floor(2.5) == 2 and math.fsum([0.5, 0.5]) == 1
 
         def asks(x: float) -> bool:
             return math.isnan(x)
@@ -112,7 +116,15 @@ def test_math_asks_for_the_truth_too() -> None:
         assert not torch.jit.script(asks)(1.0)
     finally:
         patches.restore()
-    assert reader.outcomes == [False]
+    assert reader.outcomes == [False, False]
+
+
+def test_the_type_of_a_number_makes_plain_ones() -> None:
+    number = follow(2.5, Asked())
+    assert statistics.mean([number, 1.5]) == 2
+    assert type(type(number)("3.5")) is float
+    assert type(type(follow(7, Asked()))("11", 2)) is int
+    assert not number.is_integer() and number.reader.lost[-1:] == [2.5]
 
 
 def test_copies_are_followed_and_pickles_are_plain() -> None:

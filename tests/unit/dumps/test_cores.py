@@ -18,7 +18,8 @@ from commlens.dumps.cores import Core, add_cores, read_core
 from commlens.dumps.detect import CORE, detect_kind
 from commlens.dumps.sources import name_paths, open_sources
 from commlens.errors import FormatError
-from commlens.model.ranklog import Observation, RankLog
+from commlens.model.collective import Frame
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 
 PROGRAM = """
 import threading, time
@@ -100,6 +101,7 @@ def test_a_core_file_that_cannot_be_read_is_one_sentence(core: Path, tmp_path: P
         ([8, 8], -1, [], []),
         ([6, 7], 3, [], [3]),  # its process has no log
         ([6, 7], -1, [], []),
+        ([8, 7], 1, [], [1]),  # a process with this pid is of another rank
     ],
 )
 def test_a_core_file_belongs_to_the_rank_of_its_process(
@@ -112,3 +114,33 @@ def test_a_core_file_belongs_to_the_rank_of_its_process(
     others = add_cores(logs, [("core.8", Core(8, rank, []))], problems)
     assert [log.rank for log in logs if log.observation.stacks_note is None] == joined
     assert (list(others), len(problems)) == (left, int(not joined and not left))
+
+
+def test_of_two_core_files_of_a_rank_none_counts() -> None:
+    """A worker of a data loader has its rank's environment."""
+    stack = ThreadStack(8, "MainThread", (Frame("train.py", 6, "load_batch"),), is_main=True)
+    cores = [(f"core.{pid}", Core(pid, 1, [stack])) for pid in (8, 9)]
+    problems: list[str] = []
+    others = add_cores([], cores, problems)
+    assert others[1].stacks == []
+    assert problems == [
+        "core.9 and another core file are of processes with rank 1: their stacks are left out."
+    ]
+
+
+@pytest.mark.launches
+def test_the_core_file_of_a_crash_tells_the_signal(tmp_path: Path) -> None:
+    pytest.importorskip("pystack")
+    if Path("/proc/sys/kernel/core_pattern").read_text() not in ("core\n", "core.%p\n"):
+        pytest.skip("the kernel writes core files elsewhere")
+    code = "import ctypes, resource\nresource.setrlimit(resource.RLIMIT_CORE, (-1, -1))\n"
+    crashes = [sys.executable, "-c", f"{code}ctypes.string_at(0)"]
+    try:
+        subprocess.run(crashes, cwd=tmp_path, env={**os.environ, "RANK": "1"}, check=False)
+        (path,) = tmp_path.glob("core*")
+    except ValueError:
+        pytest.skip("no core file may be written here")
+    found = read(path)
+    assert (found.rank, found.signal) == (1, "SIGSEGV")
+    others = add_cores([], [("core", found)], [])
+    assert (others[1].end, others[1].signal) == (End.KILLED, "SIGSEGV")
