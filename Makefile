@@ -37,13 +37,13 @@ FAST_WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4))) --
 
 RUN_TESTS = COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS)
 
-test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about fourteen minutes on two slow cores (ARGS="-k name" to select among all)
+test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about twelve minutes on two slow cores (ARGS="-k name" to select among all)
 	$(RUN_TESTS) $(if $(ARGS),$(ARGS),-m "not long" --durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
 test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs, no forks for launchers
 	HYPOTHESIS_PROFILE=all TEST_WITHOUT_FORKS=1 $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
-test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about two minutes (ARGS="-k name" to select)
+test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute and a half (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(FAST_WORKERS) $(ARGS)
 
 # The tests that hold words in golden files.
