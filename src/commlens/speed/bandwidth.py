@@ -10,7 +10,7 @@ nodes with the adapters nearest to its GPUs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -19,14 +19,9 @@ from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span
+from commlens.model.wire_bytes import wire_bytes
 from commlens.speed.device_times import TransferKind, timed_collectives, usual_transfers
 
-# by members: what passes each link, as a multiple of the data that one rank contributes
-_PASSING: Final[dict[str, Callable[[int], float]]] = {
-    "all_reduce": lambda members: 2 * (members - 1) / members,
-    "all_gather": lambda members: members - 1,
-    "reduce_scatter": lambda members: (members - 1) / members,
-}
 _PCIE_LANE: Final = (0.25e9, 0.5e9, 0.985e9, 1.969e9, 3.938e9, 7.563e9)
 """Bytes a second in one direction, by generation."""
 
@@ -56,10 +51,12 @@ def item_size(dtype: str) -> int:
 
 
 def bus_rate(kind: TransferKind, ns: float) -> float:
-    """Return the bus bandwidth of a transfer that took some time; 0 if its op has none."""
-    passing = _PASSING.get(kind.op)
-    contributed = kind.numel * item_size(kind.dtype)
-    return passing(kind.members) * contributed / max(1.0, ns) * 1e9 if passing else 0.0
+    """Return the bus bandwidth of a transfer that took some time; 0 if its op is not compared."""
+    size = kind.numel * item_size(kind.dtype)
+    # of the output, each as large as what one rank contributes; 0: the op is not compared
+    parts = {"all_reduce": 1, "reduce_scatter": 1, "all_gather": kind.members}.get(kind.op, 0)
+    passing = wire_bytes(kind.op, kind.members, size, size * parts) if parts else 0
+    return passing / max(1.0, ns) * 1e9
 
 
 def reached_rate(
@@ -68,11 +65,10 @@ def reached_rate(
     """Return the bus bandwidth of transfers that take some time; None if their op has none, the
     nominal rate of their links is not known, or they reach more: then other links carry them.
     """
-    nominal = nominal_rate(group.ranks, nodes)
-    rate = bus_rate(kind, ns)
-    if nominal is None or not 0 < rate <= nominal.rate:
-        return None
-    return ReachedRate(kind, group, rate, nominal)
+    nominal, rate = nominal_rate(group.ranks, nodes), bus_rate(kind, ns)
+    if nominal is not None and 0 < rate <= nominal.rate:
+        return ReachedRate(kind, group, rate, nominal)
+    return None
 
 
 def reached_rates(logs: Sequence[RankLog], window: Span) -> list[ReachedRate]:
