@@ -45,6 +45,7 @@ class HelperStacks:
             and member.pid in observations
         }
         claims = [claim for folder in set(ranks.values()) for claim in _claims_in(folder, ranks)]
+        self._known = {claim: self._known[claim] for claim in claims if claim in self._known}
         self._look([claim for claim in claims[:_MOST] if not self._is_fresh(claim)])
         for pid in ranks:
             observations[pid].helpers = [
@@ -73,6 +74,5 @@ def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[RankClaim]:
 
 
 def _stack_of(claim: RankClaim) -> Stack:
-    classify = partial(frame_kind, prefixes=[])
-    seen = pyspy.take(claim.pid, classify, timeout_s=_TIMEOUT_S)
+    seen = pyspy.take(claim.pid, partial(frame_kind, prefixes=[]), timeout_s=_TIMEOUT_S)
     return seen.threads[0].stack.frames if seen.threads else ()

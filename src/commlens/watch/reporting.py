@@ -297,7 +297,9 @@ class Evidence:
 
     def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
-        wait_s = _PY_SPY_WAIT_S if any(member.alive for member in members) else 0.0
+        return self._seen(members, _PY_SPY_WAIT_S if any(each.alive for each in members) else 0.0)
+
+    def _seen(self, members: Sequence[Member], wait_s: float = 0.0) -> dict[int, Observation]:
         seen = {member.pid: self._observed(member, wait_s) for member in members if member.here}
         self._helpers.add(members, seen)
         return seen
@@ -308,10 +310,9 @@ class Evidence:
 
     def observations(self) -> dict[int, Observation]:
         """Return the observations by rank."""
-        members = [member for member in self._roster.current() if member.here]
-        seen = {member.pid: self._observed(member) for member in members}
-        self._helpers.add(members, seen)
-        return {member.rank: seen[member.pid] for member in members}
+        members = self._roster.current()
+        seen = self._seen(members)
+        return {member.rank: seen[member.pid] for member in members if member.here}
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
         frozen = self.frozen.get(member.pid)

@@ -164,7 +164,7 @@ def observe(
         for member in roster.current()
         if member.here
     }
-    if window_s:
+    if window_s:  # not for each frame of `commlens top`
         HelperStacks().add(roster.current(), found)
     return found
 
