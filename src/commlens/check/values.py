@@ -410,12 +410,12 @@ def follow(value: Any, reader: _Reader) -> Any:
 
 
 def follow_through_math(patches: Patches) -> None:
-    """Follow numbers through the functions of ``math``, which call none of a number's methods."""
+    """Follow numbers through those functions of ``math`` that call none of a number's methods."""
     from torch.jit import _builtins
 
     table = _builtins._get_builtin_table()
     for name, original in list(vars(math).items()):
-        if not callable(original) or name in _ROUNDING:
+        if not callable(original) or name.startswith("_") or name in _ROUNDING:
             continue
         patches.wrap(math, name, _call_and_follow)
         wrapper = getattr(math, name)
@@ -424,8 +424,8 @@ def follow_through_math(patches: Patches) -> None:
             _registered.append(wrapper)
 
 
-_ROUNDING: Final = frozenset({"floor", "ceil", "trunc", "__loader__"})
-"""Of ``math``: these call a number's methods."""
+_ROUNDING: Final = frozenset({"floor", "ceil", "trunc"})
+"""The functions of ``math`` that call a number's methods."""
 
 
 def _call_and_follow(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

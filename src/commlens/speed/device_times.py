@@ -153,8 +153,8 @@ def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCol
 
 
 def _sent_messages(logs: Iterable[RankLog], window: Span) -> Iterator[TimedCollective]:
-    """Yield how long the data of messages took, if both ranks know how long they were in it: the
-    one that came last was in it for as long.
+    """Yield how long the data of each message took, if both ranks recorded how long they were in
+    the message: the rank that came last was in it only for that time.
     """
     ends: dict[tuple[ChannelKey, int], dict[str, tuple[Collective, int]]] = defaultdict(dict)
     for log in logs:

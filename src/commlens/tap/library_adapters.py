@@ -80,8 +80,8 @@ _ELASTIC: Final[Calls] = {
 def _kernel(
     library: str, module: str, owner: str, *names: str, read: str = "inp", asks: str = ""
 ) -> Adapter:
-    """Describe the methods of a kernel's class. With a question of its own, as whether a tensor
-    suits it, it declines the calls for which the answer is no.
+    """Describe the methods of a kernel's class. ``asks`` names the method with which the class says
+    whether it takes a tensor; a call with one that it declines is left out.
     """
 
     def describe(communicator: Any, given: Given) -> LibraryCall | None:
@@ -131,7 +131,7 @@ _RAY: Final = {
     "recv": (_ray("recv", "recv_options"), ("tensors", "recv_options")),
 }
 
-# --- torchcomms used directly: c10d's calls to it pass its methods in C++, and torch's dispatcher
+# --- torchcomms used directly. c10d does not call these methods, but C++: the dispatcher sees it
 
 
 _split: dict[str, str] = {}
