@@ -1,4 +1,10 @@
-"""Ranks that wait for each other, and the ranks among them that left the usual order."""
+"""Ranks that wait for each other, and the ranks among them that left the usual order.
+
+Say rank 0 waits in an all_reduce of group a for rank 1, and rank 1 in an all_reduce of group b for
+rank 0. Both are stuck, so the wait alone blames neither. Rank 1 is to blame if most ranks of the
+job use a before b, or if rank 1 itself always did; or else if it came to its line more often than
+most ranks did. If nothing decides, nobody is blamed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +22,7 @@ from commlens.diagnosis.align.routine import (
     leaves_routine_at,
 )
 from commlens.diagnosis.align.tie_break import (
+    UNDECIDED,
     by_order,
     by_own_routine,
     by_rounds,
@@ -40,12 +47,11 @@ from commlens.model.cause import (
     Cycle,
     Decision,
     LeftOrder,
-    Recomputed,
     RingWait,
     Rounds,
     UnmetMessage,
 )
-from commlens.model.collective import ChannelKey, Collective, Frame
+from commlens.model.collective import ChannelKey, Collective
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
 _CONFIDENCE: dict[BlamedBy, Confidence] = {
@@ -56,10 +62,11 @@ _CONFIDENCE: dict[BlamedBy, Confidence] = {
     "undecided": "low",
 }
 Departures = dict[int, tuple[Collective, Collective | None]]
-"""By rank: the op with which it leaves the usual order, and the op that it used to issue in that
+"""By rank that left an order: the op with which it did, and the op that it used to issue in that
 place, or that the others issue there.
 """
 Path = list[tuple[WaitNode, WaitNode, Edge]]
+"""A cycle: each waiting thread, the thread that it waits for, and the wait."""
 
 
 class Unmet(NamedTuple):
@@ -71,6 +78,12 @@ class Unmet(NamedTuple):
     op: Collective
     issued: int  # messages of the other side to match, of which none is left
     stands_in: Collective  # where the other side waits
+
+    @property
+    def as_data(self) -> UnmetMessage:
+        """It as a part of the cause."""
+        message, stands_in = collective_of(self.op), collective_of(self.stands_in)
+        return UnmetMessage(self.rank, message, self.issued, stands_in)
 
 
 @dataclass(kw_only=True)
@@ -94,36 +107,41 @@ def find_cycles(context: Context) -> None:
 def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     ranks = sorted({node.rank for node in waits})
     ops = {node.rank: context.graph.blocks[node].op for node in waits}
-    recomputed = _recomputed(context, path)
-    departures, blamed_by = _departures(context, waits, ranks)
+    found = (find_recomputed(context.job, node.rank, edge.op) for node, _, edge in path)
+    recomputed = next(filter(None, found), None)
+    rounds = None
     if recomputed is not None:
-        departures, blamed_by = {recomputed.rank: (ops[recomputed.rank], None)}, "recomputation"
-    decision, rounds = Decision(tuple(sorted(departures)), blamed_by), None
-    if not departures:
-        by_lines, rounds = _by_rounds(context, ops)
-        decision = by_lines or decision
-    culprits, blamed_by = list(decision.culprits), decision.by
-    blocked, unmet = context.blocked_by(waits), _unmet_message(context, path)
+        departures: Departures = {recomputed.rank: (ops[recomputed.rank], None)}
+        decision = Decision((recomputed.rank,), "recomputation")
+    else:
+        departures, decision = _departures(context, waits, ranks)
+        if not departures:
+            decision, rounds = _by_rounds(context, ops)
+    culprits = list(decision.culprits)
+    unmet = _unmet_message(context, path)
+    # a message whose other side is a rank that left its order is unmet because of that
     if recomputed or (culprits and unmet is not None and unmet.rank not in departures):
         unmet = None
+    blocked = context.blocked_by(waits)
     cause = Cycle(
         kind="cycle",
         why="in-collective",
         root_cause=True,
         culprits=culprits,
-        blamed_by=blamed_by,
+        blamed_by=decision.by,
         victims=sorted({*blocked, *ranks} - set(culprits)),
-        confidence=_CONFIDENCE[blamed_by],
+        confidence=_CONFIDENCE[decision.by],
         ranks=ranks,
-        ring=[_ring_wait(node.rank, target.rank, edge.op) for node, target, edge in path],
+        ring=_ring(path),
         left_order=_left_order(departures, context.job),
         rounds=rounds,
         recomputed=recomputed,
-        unmet_message=_unmet_as_data(unmet) if unmet is not None else None,
+        unmet_message=unmet.as_data if unmet is not None else None,
         awaited_result=_awaited_result(path),
     )
     op = ops[culprits[0]] if culprits else path[0][2].op
-    op = departures[culprits[0]][0] if departures else op
+    if departures:
+        op = departures[culprits[0]][0]
     context.cases.append(
         CycleCase(
             cause,
@@ -139,31 +157,85 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     )
 
 
-def _recomputed(context: Context, path: Path) -> Recomputed | None:
-    found = (find_recomputed(context.job, node.rank, edge.op) for node, _, edge in path)
-    return next(filter(None, found), None)
+# --- which rank left an order
 
 
-def _by_rounds(
-    context: Context, ops: dict[int, Collective]
-) -> tuple[Decision | None, Rounds | None]:
+def _departures(
+    context: Context, waits: list[WaitNode], ranks: list[int]
+) -> tuple[Departures, Decision]:
+    """Return the ranks that leave the order of most of their peers; else those that leave their own
+    routine; else none.
+    """
+    off_routine: Departures = {
+        rank: found
+        for rank in ranks
+        if (found := leaves_routine_at(context.job.views[rank])) is not None
+    }
+    reordered = _reordered(context, [context.graph.blocks[node].op for node in waits], ranks)
+    both = [
+        rank
+        for rank, (op, _) in reordered.items()
+        if rank in off_routine and off_routine[rank][0].index == op.index
+    ]
+    decision = first_decision(
+        lambda: by_order(reordered, both), lambda: by_own_routine(off_routine, of=len(ranks))
+    )
+    left = off_routine if decision.by == "routine" else reordered
+    return {rank: left[rank] for rank in decision.culprits}, decision
+
+
+def _reordered(context: Context, ops: list[Collective], ranks: list[int]) -> Departures:
+    """Return the ranks that leave the order of most of their peers, unless their own routine led
+    one to expect it.
+
+    The order is that of the groups in which these ops wait; if they all are messages, of the groups
+    in which any rank waits.
+    """
+    lines = {(op.op, op.source) for op in ops if op.is_point_to_point and op.source is not None}
+    blocks = context.graph.blocks.values()
+    channels = _channels(ops) or _channels(block.op for block in blocks)
+    return {
+        rank: place
+        for rank, place in find_reordered(context.job, channels, lines).items()
+        if rank in ranks and leaves_routine(context.job.views[rank], place[0]) is not False
+    }
+
+
+def _channels(ops: Iterable[Collective]) -> set[ChannelKey]:
+    """Return the channels of the collectives among these ops."""
+    return {op.channel.key for op in ops if not (op.is_point_to_point or op.is_store_wait)}
+
+
+def _by_rounds(context: Context, ops: dict[int, Collective]) -> tuple[Decision, Rounds | None]:
     """Blame the ranks that came to every line of the waits more or less often than most of the job.
     In messages and groups of some ranks, no majority is on one side.
     """
     if any(op.is_point_to_point for op in ops.values()) or len(context.job.views) > RANKS_MAX:
-        return None, None
+        return UNDECIDED, None
     lines = {(op.op, op.source): op for _, op in sorted(ops.items())}
     counted = [count_rounds(context.job, op, of_all=True) for op in lines.values()]
-    rounds = [one for one in counted if one is not None]
-    if len(rounds) < len(counted) or len({one.odd for one in rounds}) != 1:
-        return None, None
-    told = max(rounds, key=lambda one: min(at.number for at in one.last))
-    told = and_then(context.job, told, ops)
-    return by_rounds(ops.keys(), [told.odd]), told
+    rounds = [each for each in counted if each is not None]
+    if len(rounds) < len(counted) or len({each.odd for each in rounds}) != 1:
+        return UNDECIDED, None
+    furthest = max(rounds, key=lambda each: min(at.number for at in each.last))
+    furthest = and_then(context.job, furthest, ops)
+    return by_rounds(ops.keys(), [furthest.odd]) or UNDECIDED, furthest
 
 
-def _ring_wait(rank: int, awaited: int, op: Collective) -> RingWait:
-    return RingWait(rank, awaited, collective_of(op), group_of(op), source_of(op))
+# --- what else is known of the cycle
+
+
+def _ring(path: Path) -> list[RingWait]:
+    return [
+        RingWait(
+            node.rank,
+            target.rank,
+            collective_of(edge.op),
+            group_of(edge.op),
+            source_of(edge.op),
+        )
+        for node, target, edge in path
+    ]
 
 
 def _left_order(departures: Departures, job: JobIndex | None = None) -> list[LeftOrder]:
@@ -197,50 +269,6 @@ def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
     return usual is not None and (usual.op, usual.channel.key) == (op.op, op.channel.key)
 
 
-def _unmet_as_data(unmet: Unmet) -> UnmetMessage:
-    return UnmetMessage(
-        unmet.rank, collective_of(unmet.op), unmet.issued, collective_of(unmet.stands_in)
-    )
-
-
-def _departures(
-    context: Context, waits: list[WaitNode], ranks: list[int]
-) -> tuple[Departures, BlamedBy]:
-    """Return the ranks that leave the order of most of their peers; else those that leave their own
-    routine; else none.
-    """
-    job = context.job
-    own: Departures = {
-        rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None
-    }
-    ops = [context.graph.blocks[node].op for node in waits]
-    reordered = find_reordered(job, _channels_around(context, ops), _message_lines(ops))
-    odd: Departures = {
-        rank: place
-        for rank, place in reordered.items()
-        if rank in ranks and leaves_routine(job.views[rank], place[0]) is not False
-    }
-    there = [rank for rank in odd if rank in own and own[rank][0].index == odd[rank][0].index]
-    culprits, by = first_decision(
-        lambda: by_order(odd, there), lambda: by_own_routine(own, of=len(ranks))
-    )
-    left = own if by == "routine" else odd
-    return {rank: left[rank] for rank in culprits}, by
-
-
-def _channels_around(context: Context, ops: Iterable[Collective]) -> set[ChannelKey]:
-    """Return the channels of the collectives among these ops, else of all in which ranks wait."""
-    return _channels(ops) or _channels(block.op for block in context.graph.blocks.values())
-
-
-def _channels(ops: Iterable[Collective]) -> set[ChannelKey]:
-    return {op.channel.key for op in ops if not (op.is_point_to_point or op.is_store_wait)}
-
-
-def _message_lines(ops: Iterable[Collective]) -> set[tuple[str, Frame]]:
-    return {(op.op, op.source) for op in ops if op.is_point_to_point and op.source is not None}
-
-
 def _unmet_message(context: Context, path: Path) -> Unmet | None:
     """Return the first message of a cycle that the other side has not issued; None without complete
     records.
@@ -265,6 +293,9 @@ def _awaited_result(path: Path) -> AwaitedResult | None:
             key = edge.op.channel.group.name
             return AwaitedResult(node.rank, key, target.rank, collective_of(command))
     return None
+
+
+# --- ranks of other tools' dumps that moved on
 
 
 def find_departures(context: Context, sinks: list[WaitNode]) -> list[WaitNode]:

@@ -1,4 +1,10 @@
-"""Processes that ended, not because a peer had; those that failed without another known reason."""
+"""Processes that ended by themselves, and not because a peer had.
+
+Say rank 2 raised ValueError and rank 3 a second later "connection closed by peer": rank 2 alone is
+a cause. If ranks 0-7 raised the same error with other numbers in it, they share one cause. Where no
+process ended by itself, :func:`find_ended` tells how those that failed did. At the end of the
+module: a launcher that a signal stops.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.causes.context import Case, Context, most_waited, processes_of, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.diagnosis.index.job_index import RankView
-from commlens.diagnosis.index.process_exit import How, ProcessExit
+from commlens.diagnosis.index.process_exit import How
 from commlens.matching.error_texts import distance_to_cause, refused_address
 from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended, Why
 from commlens.model.collective import Collective, Frame
@@ -48,29 +54,6 @@ UNDECIDED: Final = ("first-unknown", "perhaps-aborted", "unspecific")
 """The doubts that keep a rank from being blamed."""
 
 
-def is_absorbed(context: Context, rank: int) -> bool:
-    """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the
-    wrong size.
-    """
-    if not context.job.views[rank].exit.suggests_mismatch:
-        return False
-    return any(
-        mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch)
-        for mismatch in context.mismatches
-    )
-
-
-def _reached(context: Context, rank: int, mismatch: RecordMismatch) -> bool:
-    if mismatch.pair is not None:
-        return rank in mismatch.ops
-    track = context.job.views[rank].tracks.get(mismatch.key)
-    return (
-        track is not None
-        and track.last >= mismatch.number
-        and not (mismatch.silent and track.completed >= mismatch.number)
-    )
-
-
 def find_deaths(
     context: Context, sinks: dict[int, WaitNode], *, told: frozenset[int] = frozenset()
 ) -> None:
@@ -104,81 +87,47 @@ def find_deaths(
 def _groups(
     context: Context, sinks: Mapping[int, WaitNode], told: frozenset[int]
 ) -> dict[_Alike, list[int]]:
-    """Return the ranks that ended, grouped by the way in which they ended."""
+    """Return the ranks that ended by themselves, grouped by the way in which they ended."""
     groups: dict[_Alike, list[int]] = defaultdict(list)
     for rank, view in sorted(context.job.views.items()):
         end = view.exit
-        if rank in told:
-            continue
-        if (
-            end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))
-        ) and not is_absorbed(context, rank):
-            groups[_alike(end)].append(rank)
+        by_itself = end.kind == "own" or (
+            end.kind == "gone" and _is_missed(context, sinks.get(rank))
+        )
+        if by_itself and rank not in told and not is_absorbed(context, rank):
+            key = _Alike(
+                end.why,
+                end.how,
+                end.signal or end.status,
+                end.was_exiting,
+                _NUMBER.sub("#", end.error),
+                end.source.where if end.source else "",
+            )
+            groups[key].append(rank)
     return groups
 
 
-def _alike(end: ProcessExit) -> _Alike:
-    return _Alike(
-        end.why,
-        end.how,
-        end.signal or end.status,
-        end.was_exiting,
-        _NUMBER.sub("#", end.error),
-        end.source.where if end.source else "",
+def is_absorbed(context: Context, rank: int) -> bool:
+    """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the
+    wrong size.
+    """
+    if not context.job.views[rank].exit.suggests_mismatch:
+        return False
+    return any(
+        mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch)
+        for mismatch in context.mismatches
     )
 
 
-def _keep_the_first(
-    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
-) -> None:
-    """Of the ranks that are gone, drop those that were probably ended because others had ended: the
-    order in which they ended is unknown.
-
-    A refusal that a rank raised before says which rank had ended by then. While a rank lives, one
-    that waited for another did not end first. If all have ended, one that waited may have been
-    killed like any other: only its last sign of life tells.
-    """
-    views = context.job.views
-    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
-    all_ended = all(view.exit.ended for view in views.values())
-    refused = _named_by_refusals(context)
-    for key, ranks in groups.items():
-        if views[ranks[0]].exit.kind != "gone":
-            continue
-        named = sorted(refused.intersection(ranks))
-        if all_ended:
-            groups[key] = named or _ended_first(context, gone) or gone
-        elif len(ranks) > 1:
-            waiting = _waiting_for(context, ranks, sinks)
-            groups[key] = named or [rank for rank in ranks if rank not in waiting] or ranks
-
-
-def _named_by_refusals(context: Context) -> set[int]:
-    """Return the ranks that had ended, according to a refusal."""
-    return {
-        rank
-        for view in context.job.views.values()
-        if view.log.refusal is not None and view.log.refusal.kind == "dead"
-        for rank in view.log.refusal.absent
-    }
-
-
-def _waiting_for(context: Context, ranks: list[int], sinks: Mapping[int, WaitNode]) -> set[int]:
-    """Return the ranks that wait for one of these."""
-    nodes = [sinks[rank] for rank in ranks if rank in sinks]
-    return {edge.rank for edge in context.graph.edges_into_all(nodes)}
-
-
-def _ended_first(context: Context, gone: list[int]) -> list[int]:
-    """Return the rank whose last sign of life is clearly the oldest; none if there is no such
-    rank.
-    """
-    beats = sorted((context.job.views[rank].log.heartbeat_ns, rank) for rank in gone)
-    return [
-        rank
-        for beat, rank in beats[:1]
-        if beat and len(beats) > 1 and beat < beats[1][0] - _SAME_MOMENT_NS
-    ]
+def _reached(context: Context, rank: int, mismatch: RecordMismatch) -> bool:
+    if mismatch.pair is not None:
+        return rank in mismatch.ops
+    track = context.job.views[rank].tracks.get(mismatch.key)
+    return (
+        track is not None
+        and track.last >= mismatch.number
+        and not (mismatch.silent and track.completed >= mismatch.number)
+    )
 
 
 def _is_missed(context: Context, node: WaitNode | None) -> bool:
@@ -195,6 +144,56 @@ def _is_missed(context: Context, node: WaitNode | None) -> bool:
         not views[edge.rank].exit.ended or never_issued(edge.op)
         for edge in context.graph.edges_into(node)
     )
+
+
+def _keep_the_first(
+    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
+) -> None:
+    """Of the ranks that are gone, drop those that were probably ended because others had ended: the
+    order in which they ended is unknown.
+
+    A refusal that a rank raised before says which rank had ended by then. While a rank lives, one
+    that waited for another did not end first. If all have ended, one that waited may have been
+    killed like any other: only its last sign of life tells.
+    """
+    views = context.job.views
+    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
+    all_ended = all(view.exit.ended for view in views.values())
+    refused = _ended_before_refusals(context)
+    for key, ranks in groups.items():
+        if views[ranks[0]].exit.kind != "gone":
+            continue
+        named = sorted(refused.intersection(ranks))
+        if all_ended:
+            groups[key] = named or _ended_first(context, gone) or gone
+        elif len(ranks) > 1:
+            groups[key] = named or _without_waiting(context, ranks, sinks) or ranks
+
+
+def _ended_before_refusals(context: Context) -> set[int]:
+    """Return the ranks that had ended, according to a refusal by strict verification."""
+    refusals = [view.log.refusal for view in context.job.views.values()]
+    dead = [each for each in refusals if each is not None and each.kind == "dead"]
+    return {rank for each in dead for rank in each.absent}
+
+
+def _without_waiting(
+    context: Context, ranks: list[int], sinks: Mapping[int, WaitNode]
+) -> list[int]:
+    """Return those of these ranks that do not wait for another one of them."""
+    nodes = [sinks[rank] for rank in ranks if rank in sinks]
+    waiting = {edge.rank for edge in context.graph.edges_into_all(nodes)}
+    return [rank for rank in ranks if rank not in waiting]
+
+
+def _ended_first(context: Context, gone: list[int]) -> list[int]:
+    """Return the rank whose last sign of life is clearly the oldest; none if there is no such
+    rank.
+    """
+    beats = sorted((context.job.views[rank].log.heartbeat_ns, rank) for rank in gone)
+    if len(beats) < 2 or not beats[0][0] or beats[0][0] >= beats[1][0] - _SAME_MOMENT_NS:
+        return []
+    return [beats[0][1]]
 
 
 def _add_death(
@@ -252,6 +251,14 @@ def _doubt(context: Context, ranks: list[int], edges: list[Edge]) -> DeathDoubt 
     return "unobserved"
 
 
+def _may_be_aborted(context: Context, view: RankView) -> bool:
+    """Return whether a launcher's message that a rank aborted is all that is known of it: then
+    others may be the cause.
+    """
+    bare = view.dump is not None and not view.history and not view.log.exception
+    return bare and view.exit.signal == "SIGABRT" and context.job.size > 1
+
+
 def _may_follow(context: Context, ranks: list[int]) -> bool:
     """Return whether the error of these ranks may follow from another's. That of one rank alone is
     nearer to the cause than errors that speak of a peer.
@@ -263,14 +270,6 @@ def _may_follow(context: Context, ranks: list[int]) -> bool:
     return not (alone and any(end.kind == "peer" for end in others))
 
 
-def _may_be_aborted(context: Context, view: RankView) -> bool:
-    """Return whether a launcher's message that a rank aborted is all that is known of it: then
-    others may be the cause.
-    """
-    bare = view.dump is not None and not view.history and not view.log.exception
-    return bare and view.exit.signal == "SIGABRT" and context.job.size > 1
-
-
 def _last_line(view: RankView) -> Frame | None:
     """Return the line where a rank was last seen: in its stack if that is newer than its last
     collective, else the collective's.
@@ -279,6 +278,9 @@ def _last_line(view: RankView) -> Frame | None:
     if stack is not None and stack.source is not None:
         return stack.source
     return view.last_op.source if view.last_op is not None else None
+
+
+# --- causes of failed processes that none of these is
 
 
 def find_kept_addresses(context: Context) -> None:

@@ -1,5 +1,10 @@
-"""Find all causes: of the sinks and cycles of the wait-for graph, the mismatches and the deaths.
-Separate them from consequences.
+"""Find all causes of a fault, and mark those that are only consequences of another one.
+
+The wait-for graph ends at its sinks (a dead rank, an absent one, a mismatch, a collective that all
+its ranks have reached) and in its cycles: each becomes a :class:`Case`. Then the causes are
+compared. Say rank 1 issued an all_gather where the others issued an all_reduce, and then exited
+with status 1: the mismatch stays the root cause, the death becomes a consequence of it
+(``root_cause`` is False), and its victims are added to those of the mismatch.
 """
 
 from __future__ import annotations
@@ -26,10 +31,9 @@ from commlens.diagnosis.causes.missing import find_missing
 from commlens.diagnosis.causes.straggler import find_slow
 from commlens.diagnosis.causes.stuck_inside import (
     find_left_behind,
+    find_perhaps_running,
     find_stopped,
     find_stuck_inside,
-    find_undecided,
-    may_be_running,
 )
 from commlens.diagnosis.causes.told_by_errors import (
     demote_refused,
@@ -54,34 +58,54 @@ def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> C
     context = Context(job, mismatches, graph)
     find_groups_that_differ(context)
     find_kept_addresses(context)
-    groups = len(context.cases)
+    of_groups = list(context.cases)
     _find_what_blocks(context, graph.sinks())
     find_fewer(context)
-    _demote_behind_groups(context.cases[:groups], context.cases[groups:])
-    for find_still in (find_stopped, find_motionless):
-        if not context.cases:
-            find_still(context)
-    demote_cut_waits(context)
+    _demote_behind_groups(of_groups, context.cases[len(of_groups) :])
+    if not context.cases:
+        find_stopped(context)
+    if not context.cases:
+        find_motionless(context)
+    _demote_cut_waits(context)
     demote_refused(context)
-    for find_last in (find_refused, find_ended):
-        if not any(case.cause.root_cause for case in context.cases):
-            find_last(context)
+    # The reasons for which processes ended count only if nothing shows why the job stood still.
+    if not _has_root_cause(context):
+        find_refused(context)
+    if not _has_root_cause(context):
+        find_ended(context)
     if job.foreign and not context.cases:
         find_slow(context)
-    demote_consequences(context.cases)
+    _demote_behind_disagreements(context.cases)
     find_started_twice(context)
-    demote_ended_victims(context)
+    _demote_ended_victims(context)
     add_init_meetings(context)
     add_compiler(context)
     add_hardware(context)
     add_ras_witnesses(context)
     add_shared_places(context)
-    context.cases.sort(key=_weight)
+    context.cases.sort(key=_sort_key)
     return context
 
 
+def _has_root_cause(context: Context) -> bool:
+    return any(case.cause.root_cause for case in context.cases)
+
+
+def _sort_key(case: Case[Any]) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
+    cause = case.cause
+    is_wait = cause.kind == "waiting"
+    return (not cause.root_cause, is_wait, -case.weight, case.order, cause.culprits)
+
+
+# --- what the ranks wait for
+
+
 def _find_what_blocks(context: Context, sinks: Sequence[WaitNode]) -> None:
-    """Find what the ranks wait for, and what they disagree on."""
+    """Find what the ranks wait for, and what they disagree on.
+
+    Each step gets the sinks that no earlier one explains: a death that a mismatch explains is no
+    cause, and a rank whose message a wrong receive took is not missing.
+    """
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     dead = {node.rank: node for node in sinks if node.kind == "dead"}
     find_deaths(context, dead, told=find_told_by_errors(context, dead))
@@ -100,68 +124,38 @@ def _find_what_blocks(context: Context, sinks: Sequence[WaitNode]) -> None:
 def _find_stuck(context: Context, sinks: Sequence[WaitNode]) -> None:
     job, graph = context.job, context.graph
     stuck = [node for node in sinks if not graph.is_alone(node)]
-    if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any cause
+    if context.cases:
+        # Where the record of the op that blocks a rank is overwritten, its wait is only presumed:
+        # weaker evidence than any cause.
         stuck = [
             node
             for node in stuck
             if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))
         ]
-    if may_be_running(context, stuck):
-        find_undecided(context, stuck)
+    if find_perhaps_running(context, stuck):
         return
     for node in find_left_behind(context, stuck) if job.foreign else stuck:
         find_stuck_inside(context, node)
 
 
-def _demote_behind_groups(groups: Sequence[Case[Any]], others: Sequence[Case[Any]]) -> None:
-    """Demote the causes in groups that differ from what the program expects, or that could not be
-    made.
+# --- which causes are consequences of others
+
+
+def _demote_behind_groups(of_groups: Sequence[Case[Any]], others: Sequence[Case[Any]]) -> None:
+    """Demote all causes behind one in the making of groups: ranks whose groups differ cannot meet
+    afterwards. Only a death stays a root cause, if no rank is blamed for the groups.
     """
-    for case in groups:
-        for other in others:
-            other.cause.root_cause = (
-                other.cause.root_cause and other.cause.kind == "dead" and not case.cause.culprits
-            )
+    nobody_blamed = not any(case.cause.culprits for case in of_groups)
+    for case in others if of_groups else ():
+        if not (case.cause.kind == "dead" and nobody_blamed):
+            case.cause.root_cause = False
 
 
-def _weight(case: Case[Any]) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
-    cause = case.cause
-    return (
-        not cause.root_cause,
-        cause.kind == "waiting",
-        -case.weight,
-        case.order,
-        cause.culprits,
-    )
-
-
-# a rank that was awaited for less when the job was ended may only have been late
 _LATE_NS = 5_000_000_000
+"""A rank that was awaited for less, when the job was ended, may only have been late."""
 
 
-def demote_consequences(cases: list[Case[Any]]) -> None:
-    """Of several causes that blame the same ranks, keep the earliest disagreement as the root
-    cause.
-    """
-    roots = [case for case in cases if case.cause.root_cause]
-    disagreements = [
-        case for case in roots if case.mismatch is not None or case.cause.why == "skipped"
-    ]
-    for case in roots:
-        for other in disagreements:
-            if (
-                other is not case
-                and other.cause.root_cause
-                and _follows(case, other, case in disagreements)
-            ):
-                case.cause.root_cause = False
-                other.weight = max(other.weight, case.weight)
-                victims = {*other.cause.victims, *case.cause.victims} - set(other.cause.culprits)
-                other.cause.victims = sorted(victims)
-                break
-
-
-def demote_cut_waits(context: Context) -> None:
+def _demote_cut_waits(context: Context) -> None:
     """Demote ranks that may only have been late: the waits for them ended early, because others
     disagreed, one died, or all were ended.
     """
@@ -193,7 +187,51 @@ def _was_late(context: Context, cause: Cause, *, died: bool) -> bool:
     return context.longest_wait(cause.victims) < limit_ns
 
 
-def demote_ended_victims(context: Context) -> None:
+def _demote_behind_disagreements(cases: list[Case[Any]]) -> None:
+    """Of several causes that blame the same ranks, keep the earliest disagreement as the root
+    cause.
+    """
+    roots = [case for case in cases if case.cause.root_cause]
+    disagreements = [case for case in roots if _is_disagreement(case)]
+    for case in roots:
+        first = next((other for other in disagreements if _follows(case, other)), None)
+        if first is not None:
+            case.cause.root_cause = False
+            first.weight = max(first.weight, case.weight)
+            first.cause.victims = sorted(
+                {*first.cause.victims, *case.cause.victims} - set(first.cause.culprits)
+            )
+
+
+def _follows(case: Case[Any], other: Case[Any]) -> bool:
+    """Return whether a cause is a consequence of the disagreement ``other``, which blames the same
+    ranks, or more.
+    """
+    mine, theirs = case.cause, other.cause
+    if other is case or not theirs.root_cause:
+        return False
+    if not _blamed(case) or not _blamed(case) <= _blamed(other):
+        return False
+    if mine.kind == "dead":
+        # torch raises where the arguments of a call are wrong in themselves
+        refused = theirs.blamed_by == "arguments" and case.frame == other.frame
+        return refused or (mine.why == "exit" and other.weight > 0)
+    if _is_disagreement(case):
+        return case.order > other.order
+    return other.weight > 0 or (mine.why == "finished" and theirs.why == "skipped")
+
+
+def _is_disagreement(case: Case[Any]) -> bool:
+    return case.mismatch is not None or case.cause.why == "skipped"
+
+
+def _blamed(case: Case[Any]) -> set[int]:
+    """Return the culprits; of a tie, all ranks that disagree."""
+    cause = case.cause
+    return set(cause.culprits or (cause.victims if case.mismatch is not None else ()))
+
+
+def _demote_ended_victims(context: Context) -> None:
     """Where a rank ended, ranks that are absent because they ended because of a peer are a
     consequence, and so is what broke off.
     """
@@ -212,23 +250,3 @@ def demote_ended_victims(context: Context) -> None:
             if other is not cause
         ):
             cause.root_cause = False
-
-
-def _follows(case: Case[Any], other: Case[Any], disagrees: bool) -> bool:
-    """Return whether ``case`` is a consequence of the disagreement ``other``."""
-    mine, theirs = case.cause, other.cause
-    if not _blamed(case) or not _blamed(case) <= _blamed(other):
-        return False
-    if mine.kind == "dead":
-        # torch raises where the arguments of a call are wrong in themselves
-        refused = theirs.blamed_by == "arguments" and case.frame == other.frame
-        return refused or (mine.why == "exit" and other.weight > 0)
-    if disagrees:
-        return case.order > other.order
-    return other.weight > 0 or (mine.why == "finished" and theirs.why == "skipped")
-
-
-def _blamed(case: Case[Any]) -> set[int]:
-    """Return the culprits; of a tie, all ranks that disagree."""
-    cause = case.cause
-    return set(cause.culprits or (cause.victims if case.mismatch is not None else ()))

@@ -1,5 +1,10 @@
-"""Collectives that all ranks have entered and that do not complete: decide what keeps the ranks
-inside.
+"""Collectives and messages that all of their ranks have entered and that do not complete: decide
+what keeps the ranks inside.
+
+Say ranks 0-3 are in ``all_reduce #41``. If rank 2 is stopped by a signal, it is to blame. If the
+device of rank 2 never began the collective, the work before it is. If the processes still use CPU,
+data moves and nobody is to blame yet. Otherwise the network or a driver is suspected. Where it
+completed on ranks 0-2, the device or process of rank 3 is at fault.
 """
 
 from __future__ import annotations
@@ -26,14 +31,14 @@ from commlens.model.ops import BARRIERS, ROOTED, WITHOUT_TENSORS
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
 _HARMLESS = frozenset({"reduce-op", "dtype"})
-"""Aspects that are left open without a word: ranks that disagree on the reduce op do not hang, and
-log lines never tell the dtype.
+"""Aspects that may stay uncompared: ranks that disagree on the reduce op do not hang, and log lines
+never tell the dtype.
 """
+_MAKES_GROUPS = WITHOUT_TENSORS - BARRIERS
 
-
+_WATCHED_S = 0.4  # CPU time over less says nothing
 _STANDS_NS = 1_000_000_000  # a transfer that has not moved for so long stands
 _CONNECTS_NS = 10_000_000_000  # a new group may connect its ranks for so long
-_MAKES_GROUPS = WITHOUT_TENSORS - BARRIERS
 _STOP_STANDS_NS = 2_000_000_000  # a debugger that looks at a process stops it for less
 
 
@@ -47,80 +52,60 @@ class EnteredOp(NamedTuple):
     waiting: list[int]  # ranks of these edges
     blocked: list[int]  # also the ranks that wait behind them
 
+    @property
+    def records(self) -> list[tuple[RankView, Collective]]:
+        """The ranks with their own records of it, where these are not overwritten."""
+        return [(view, op) for view in self.views if (op := op_at(view, self.instance)) is not None]
+
+    @property
+    def started_on(self) -> list[int]:
+        """The ranks whose device has begun it and not ended it."""
+        return [view.rank for view, op in self.records if op.in_flight and op.index in view.running]
+
+    @property
+    def not_started_on(self) -> list[int]:
+        """The ranks that enqueued it and whose device never began it, as far as is recorded."""
+        return [
+            view.rank
+            for view, op in self.records
+            if view.timed and op.in_flight and op.index not in view.running
+        ]
+
 
 @dataclass(kw_only=True)
 class StuckCase(Case[StuckInside]):
     """Ranks inside of one collective."""
 
-    meeting: EnteredOp
+    entered: EnteredOp
     doing: Activity | None = None  # of the culprits, if their processes cannot run
 
 
-def may_be_running(context: Context, nodes: Sequence[WaitNode]) -> bool:
-    """Return whether all that is known is that groups of one name are in the same collective, as in
-    a running job.
-
-    The time of the dump, an error, a timeout or any other finding would tell more. If it completed
-    on some ranks of each group, the others are stuck: see :func:`find_left_behind`.
-    """
-    if context.cases or len(nodes) < 2 or not context.job.foreign or context.job.timed_out:
-        return False
-    instances = [context.graph.instances[node.detail] for node in nodes]
-    if any(instance.sender >= 0 for instance in instances):
-        return False
-    edges = context.graph.edges_into_all(nodes)
-    if (
-        len({(edge.op.op, edge.op.sequence_number, edge.op.channel.group.label) for edge in edges})
-        > 1
-    ):
-        return False
-    waiting, views = sorted({edge.rank for edge in edges}), context.job.views
-    if _failed(context, waiting) or any(views[rank].log.captured_ns for rank in waiting):
-        return False
-    return not all(_has_ended_on_some(context, instance) for instance in instances)
-
-
-def _has_ended_on_some(context: Context, at: Instance) -> bool:
-    views = context.job.views
-    return any(_has_ended(views[rank], at) for rank in at.key[2] if rank in views)
-
-
-def find_undecided(context: Context, nodes: Sequence[WaitNode]) -> None:
-    """Find a collective of several groups that may or may not be stuck, as far as one dump
-    shows.
-    """
-    edges = context.graph.edges_into_all(nodes)
-    blocked = context.blocked_by(nodes)
-    cause = StuckInside(
-        kind="waiting",
-        why="in-collective",
-        root_cause=False,
-        blamed_by="nobody",
-        victims=blocked,
-        confidence="low",
-        state="may-be-running",
-        ranks=sorted({edge.rank for edge in edges}),
-        waits=waits_of(context, edges),
-    )
-    context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
-
-
 def find_stuck_inside(context: Context, node: WaitNode) -> None:
-    """Blame a rank that is stopped or starved inside; else find that data still moves, or suspect
-    the network.
+    """Add the cause for one collective or message, unless it may still complete.
+
+    Args:
+        context: the job.
+        node: of the kind "stuck".
     """
-    meeting = _meeting(context, node)
-    failed = _failed(context, meeting.waiting)
-    if (
-        not failed
-        and not context.job.foreign
-        and _since_last_arrival(meeting) < _may_take_ns(context.job, meeting.op)
-    ):
-        return
-    cause, doing = _what_holds_up(context, meeting, failed=failed)
-    op, blocked = meeting.op, meeting.blocked
+    job, instance = context.job, context.graph.instances[node.detail]
+    edges = context.graph.edges_into(node)
+    entered = EnteredOp(
+        instance,
+        edges[0].op,
+        [job.views[rank] for rank in instance.members if rank in job.views],
+        edges,
+        sorted({edge.rank for edge in edges}),
+        context.blocked_by([node]),
+    )
+    failed = _has_failed(context, entered.waiting)
+    if not failed and not job.foreign:
+        ages = (view.now_ns - op.announced_ns for view, op in entered.records)
+        if min(ages, default=1 << 62) < _may_take_ns(job, entered.op):
+            return
+    cause, doing = _what_keeps_inside(context, entered, failed=failed)
+    op = entered.op
     context.cases.append(
-        StuckCase(cause, op, op.source, blocked=blocked, meeting=meeting, doing=doing)
+        StuckCase(cause, op, op.source, blocked=entered.blocked, entered=entered, doing=doing)
     )
 
 
@@ -133,61 +118,55 @@ def _may_take_ns(job: JobIndex, op: Collective) -> int:
     return job.stalled_after_ns
 
 
-def _meeting(context: Context, node: WaitNode) -> EnteredOp:
-    instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
-    return EnteredOp(
-        instance,
-        edges[0].op,
-        [context.job.views[rank] for rank in instance.members if rank in context.job.views],
-        edges,
-        sorted({edge.rank for edge in edges}),
-        context.blocked_by([node]),
-    )
-
-
-def _what_holds_up(
-    context: Context, meeting: EnteredOp, *, failed: bool
+def _what_keeps_inside(
+    context: Context, entered: EnteredOp, *, failed: bool
 ) -> tuple[StuckInside, Activity | None]:
-    activities = {view.rank: context.doing(view) for view in meeting.views}
-    is_unknown = context.completion_unknown(meeting.waiting)
-    victims = meeting.blocked
-    if is_unknown:
-        culprits, victims = _stand_stopped(context, meeting.views)
-    else:
-        culprits = _cannot_run(activities)
-    runs_ahead = meeting.op.channel.runs_ahead
-    busy = [view.rank for view in meeting.views if _burns_cpu(view) and not runs_ahead]
+    """Return the cause, and what its culprits do if their processes cannot run."""
+    activities = {view.rank: context.doing(view) for view in entered.views}
     inside = partial(
         StuckInside,
         why="in-collective",
-        victims=meeting.blocked,
-        ranks=[view.rank for view in meeting.views],
-        waits=waits_of(context, meeting.edges),
+        victims=entered.blocked,
+        ranks=list(activities),
+        waits=waits_of(context, entered.edges),
     )
+    is_unknown = context.completion_unknown(entered.waiting)
+    if is_unknown:
+        culprits, victims = _stopped_and_standing(context, entered.views)
+    else:
+        culprits, victims = _unable_to_run(activities), entered.blocked
     if culprits:
         doing = activities[culprits[0]]
         inside = partial(inside, victims=sorted(set(victims) - set(culprits)))
         return _held_up(inside, doing, culprits, "medium" if is_unknown else "high"), doing
+    not_at_fault = partial(inside, kind="waiting", root_cause=False, blamed_by="nobody")
     if is_unknown:
-        return inside(
-            kind="waiting",
-            root_cause=False,
-            blamed_by="nobody",
-            confidence="low",
-            state="completion-unknown",
-        ), None
-    if busy and not failed and not context.waits_too_long(meeting.waiting):
-        return inside(
-            kind="waiting",
-            root_cause=False,
-            blamed_by="nobody",
-            confidence="medium",
-            state="moving",
-            busy=busy,
-        ), None
-    if not_started := _not_started(meeting):
-        return _never_started(inside, meeting, not_started), None
-    return _no_progress(inside, context, meeting), None
+        return not_at_fault(confidence="low", state="completion-unknown"), None
+    busy = _busy(entered)
+    if busy and not failed and not context.waits_too_long(entered.waiting):
+        return not_at_fault(confidence="medium", state="moving", busy=busy), None
+    if entered.not_started_on:
+        return _never_started(inside, entered), None
+    return _no_progress(inside, context, entered), None
+
+
+def _unable_to_run(activities: Mapping[int, Activity]) -> list[int]:
+    return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
+
+
+def _busy(entered: EnteredOp) -> list[int]:
+    """Return the ranks whose processes use CPU; none if the collective runs on a device: a thread
+    that waits for one spins, so its CPU time shows no work.
+    """
+    seen = {view.rank: view.log.observation for view in entered.views}
+    return [
+        rank
+        for rank, of in seen.items()
+        if not entered.op.channel.runs_ahead
+        and of.cpu_s is not None
+        and of.window_s > _WATCHED_S
+        and of.cpu_s / of.window_s >= activity.CPU_WORKING
+    ]
 
 
 def _held_up(
@@ -205,8 +184,126 @@ def _held_up(
     )
 
 
-def _cannot_run(activities: Mapping[int, Activity]) -> list[int]:
-    return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
+def _never_started(inside: partial[StuckInside], entered: EnteredOp) -> StuckInside:
+    """Decide of devices that have not come to a collective: the work before it holds them up, and
+    no network has a part in that.
+
+    Ranks whose device has begun wait in it for the others. Without any such rank, or if the others
+    are the most, no rank is named.
+    """
+    ranks, started = entered.not_started_on, entered.started_on
+    culprits = ranks if len(ranks) <= len(started) else []
+    return inside(
+        kind="stuck-inside",
+        root_cause=True,
+        culprits=culprits,
+        blamed_by="device" if culprits else "undecided",
+        victims=sorted({*entered.blocked, *ranks} - set(culprits)),
+        confidence="medium",
+        state="not-started",
+        not_started_on=ranks,
+        started_on=started,
+    )
+
+
+def _no_progress(inside: partial[StuckInside], context: Context, entered: EnteredOp) -> StuckInside:
+    """Return the cause if nothing shows what keeps the ranks inside: with what is known of their
+    arguments, devices and transfers.
+    """
+    answer = _compared(context, entered)
+    unknown = answer.aspects if isinstance(answer, Unknown) else ()
+    not_compared = [str(aspect) for aspect in unknown if aspect not in _HARMLESS]
+    others: list[int] = []
+    if context.job.only_logs and entered.instance.key in context.job.unlisted:
+        # no log lists the group's ranks: some of these may be in it, and missing
+        others = sorted(set(context.job.views) - set(entered.op.channel.group.ranks))
+    return inside(
+        kind="stuck-inside",
+        root_cause=True,
+        blamed_by="undecided",
+        confidence="low" if not_compared or others else "medium",
+        state="no-progress",
+        completed_on=[view.rank for view, op in entered.records if op.state is State.COMPLETED],
+        started_on=entered.started_on,
+        transfer=_stalled_transfer(entered),
+        agreement=_agreement(entered.op, answer),
+        not_compared=not_compared,
+        perhaps_members=others,
+    )
+
+
+def _compared(context: Context, entered: EnteredOp) -> Answer:
+    """Compare what the ranks passed to a collective or message, as far as their records tell it."""
+    at = entered.instance
+    ops = {view.rank: op for view, op in entered.records}
+    if not set(at.members) <= set(ops):
+        return Unknown(("args",))
+    if at.sender >= 0:
+        return compare_pair(at.sender, ops[at.sender].args, at.receiver, ops[at.receiver].args)
+    args = {view.rank: view.tracks[at.key].args_of(at.number) for view in entered.views}
+    return compare_coalesced(args, at.key[2], splits_known=not context.job.foreign)
+
+
+def _agreement(op: Collective, answer: Answer) -> Agreement:
+    """Return on what the ranks agree: nothing is known if something that matters was not compared.
+    Calls that make groups pass nothing that this compares.
+    """
+    if op.op in _MAKES_GROUPS:
+        return "unknown"
+    if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
+        return "sizes" if "dtype" in answer.aspects else "sizes-and-dtypes"
+    return "all" if isinstance(answer, Agree) else "unknown"
+
+
+# --- the transfers of NCCL inside of a collective
+
+Sides = dict[bool, NcclTransfer]
+"""The two sides of a transfer: the sender's (True) and the receiver's, as far as they are known."""
+
+
+def _stalled_transfer(entered: EnteredOp) -> StalledTransfer | None:
+    """Return the transfer between two ranks that is behind all others; None if both sides are not
+    known of one, if several pairs of ranks are equally far, if one still moves, or if their steps
+    cannot be compared.
+    """
+    sides = _transfers(entered)
+    if len({side.steps for both in sides.values() for side in both.values()}) > 1:
+        return None
+    far = {link: min(side.done for side in both.values()) for link, both in sides.items()}
+    lowest = min(far.values(), default=0)
+    least = [link for link in sorted(sides) if far[link] == lowest]
+    if len({(sender, receiver) for sender, receiver, _ in least}) != 1 or len(sides[least[0]]) < 2:
+        return None
+    sender, receiver, channel = least[0]
+    sent, received = sides[least[0]][True], sides[least[0]][False]
+    return StalledTransfer(
+        sender, receiver, channel, lowest, sent.steps, sent.state, received.state
+    )
+
+
+def _transfers(entered: EnteredOp) -> dict[tuple[int, int, int], Sides]:
+    """Return the transfers under way, by sender, receiver and channel; none if one still moves, or
+    is with a process that is not in the group, or if two are between the same ends.
+    """
+    found: dict[tuple[int, int, int], Sides] = defaultdict(dict)
+    ranks = entered.op.channel.group.all_ranks
+    under_way = (
+        (view, each) for view, op in entered.records for told in op.nccl for each in told.transfers
+    )
+    for view, each in under_way:
+        moves = view.now_ns - each.moved_ns < _STANDS_NS
+        if moves or not 0 <= each.peer < len(ranks):
+            return {}
+        ends = (view.rank, ranks[each.peer])
+        sender, receiver = ends if each.is_send else ends[::-1]
+        sides = found[sender, receiver, each.channel]
+        if each.is_send in sides:
+            return {}
+        sides[each.is_send] = each
+    return found
+
+
+# --- ranks that a signal stopped, where nothing tells what completed
 
 
 def find_stopped(context: Context) -> None:
@@ -214,7 +311,7 @@ def find_stopped(context: Context) -> None:
     where nothing tells whether these are complete: then no rank counts as blocked.
     """
     views = list(context.job.views.values())
-    culprits, victims = _stand_stopped(context, views)
+    culprits, victims = _stopped_and_standing(context, views)
     by = context.job.views[culprits[0]] if culprits else None
     if (
         by is None
@@ -225,11 +322,11 @@ def find_stopped(context: Context) -> None:
         return
     op, doing = by.last_op, context.doing(by)
     instance = Instance(op.channel.key, op.sequence_number)
-    meeting = EnteredOp(instance, op, views, [], victims, victims)
+    entered = EnteredOp(instance, op, views, [], victims, victims)
     inside = partial(StuckInside, victims=victims, ranks=sorted(context.job.views), waits=[])
     cause = _held_up(inside, doing, culprits, "medium")
     context.cases.append(
-        StuckCase(cause, op, op.source, blocked=victims, meeting=meeting, doing=doing)
+        StuckCase(cause, op, op.source, blocked=victims, entered=entered, doing=doing)
     )
 
 
@@ -240,7 +337,7 @@ def _peers(view: RankView) -> set[int | None]:
     return {op.peer for op in view.history if op is last or (batch and op.coalescing_id == batch)}
 
 
-def _stand_stopped(context: Context, views: list[RankView]) -> tuple[list[int], list[int]]:
+def _stopped_and_standing(context: Context, views: list[RankView]) -> tuple[list[int], list[int]]:
     """Return the ranks that are stopped and hold others up, and these others.
 
     A rank counts if it has been stopped for at least half of the time for which the others have
@@ -274,150 +371,50 @@ def _stopped_ns(view: RankView) -> int:
     return view.now_ns - view.log.heartbeat_ns if view.log.heartbeat_ns else 0
 
 
-def _never_started(
-    inside: partial[StuckInside], meeting: EnteredOp, ranks: list[int]
-) -> StuckInside:
-    """Decide of devices that have not come to a collective: the work before it holds them up, and
-    no network has a part in that.
+# --- dumps of other tools, which tell on which ranks a collective has ended
 
-    Ranks whose device has begun wait in it for the others. Without any such rank, or if the others
-    are the most, no rank is named.
+
+def find_perhaps_running(context: Context, nodes: Sequence[WaitNode]) -> bool:
+    """Add a wait that blames nobody if all that is known is that groups of one name are in the same
+    collective, as in a running job; return whether it was added.
+
+    The time of the dump, an error, a timeout or any other finding would tell more. If it completed
+    on some ranks of each group, the others are stuck: see :func:`find_left_behind`.
     """
-    started = [
-        view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)
-    ]
-    culprits = ranks if 0 < len(ranks) <= len(started) else []
-    return inside(
-        kind="stuck-inside",
-        root_cause=True,
-        culprits=culprits,
-        blamed_by="device" if culprits else "undecided",
-        victims=sorted({*meeting.blocked, *ranks} - set(culprits)),
-        confidence="medium",
-        state="not-started",
-        not_started_on=ranks,
-        started_on=started,
+    job = context.job
+    if context.cases or len(nodes) < 2 or not job.foreign or job.timed_out:
+        return False
+    instances = [context.graph.instances[node.detail] for node in nodes]
+    edges = context.graph.edges_into_all(nodes)
+    waiting = sorted({edge.rank for edge in edges})
+    if (
+        not _are_alike(edges)
+        or _has_failed(context, waiting)
+        or any(job.views[rank].log.captured_ns for rank in waiting)
+        or all(any(_ended_on(job, instance).values()) for instance in instances)
+    ):
+        return False
+    blocked = context.blocked_by(nodes)
+    cause = StuckInside(
+        kind="waiting",
+        why="in-collective",
+        root_cause=False,
+        blamed_by="nobody",
+        victims=blocked,
+        confidence="low",
+        state="may-be-running",
+        ranks=waiting,
+        waits=waits_of(context, edges),
     )
+    context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
+    return True
 
 
-def _no_progress(inside: partial[StuckInside], context: Context, meeting: EnteredOp) -> StuckInside:
-    answer = _compared(context, meeting)
-    unknown = answer.aspects if isinstance(answer, Unknown) else ()
-    not_compared = [str(aspect) for aspect in unknown if aspect not in _HARMLESS]
-    others = _may_be_members(context, meeting)
-    return inside(
-        kind="stuck-inside",
-        root_cause=True,
-        blamed_by="undecided",
-        confidence="low" if not_compared or others else "medium",
-        state="no-progress",
-        completed_on=[
-            view.rank for view in meeting.views if _has_completed(view, meeting.instance)
-        ],
-        started_on=[
-            view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)
-        ],
-        transfer=_stalled_transfer(meeting),
-        agreement=_agreement(meeting.op, answer),
-        not_compared=not_compared,
-        perhaps_members=others,
-    )
-
-
-Sides = dict[bool, NcclTransfer]
-"""The two sides of a transfer: the sender's (True) and the receiver's, as far as they are known."""
-
-
-def _stalled_transfer(meeting: EnteredOp) -> StalledTransfer | None:
-    """Return the transfer between two ranks that is behind all others; None if both sides are not
-    known of one, if several pairs of ranks are equally far, if one still moves, or if their steps
-    cannot be compared.
-    """
-    sides = _transfers(meeting)
-    if len({side.steps for both in sides.values() for side in both.values()}) > 1:
-        return None
-    far = {link: min(side.done for side in both.values()) for link, both in sides.items()}
-    lowest = min(far.values(), default=0)
-    least = [link for link in sorted(sides) if far[link] == lowest]
-    if len({(sender, receiver) for sender, receiver, _ in least}) != 1 or len(sides[least[0]]) < 2:
-        return None
-    sender, receiver, channel = least[0]
-    sent, received = sides[least[0]][True], sides[least[0]][False]
-    return StalledTransfer(
-        sender, receiver, channel, lowest, sent.steps, sent.state, received.state
-    )
-
-
-def _transfers(meeting: EnteredOp) -> dict[tuple[int, int, int], Sides]:
-    """Return the transfers under way, by sender, receiver and channel; none if one still moves, or
-    is with a process that is not in the group, or if two are between the same ends.
-    """
-    found: dict[tuple[int, int, int], Sides] = defaultdict(dict)
-    ranks = meeting.op.channel.group.all_ranks
-    ops = [(view, op) for view in meeting.views if (op := op_at(view, meeting.instance))]
-    for view, each in ((view, one) for view, op in ops for t in op.nccl for one in t.transfers):
-        if not 0 <= each.peer < len(ranks) or _moves(each, view):
-            return {}
-        ends = (view.rank, ranks[each.peer])
-        sender, receiver = ends if each.is_send else ends[::-1]
-        link = found[sender, receiver, each.channel]
-        if each.is_send in link:
-            return {}
-        link[each.is_send] = each
-    return found
-
-
-def _moves(transfer: NcclTransfer, view: RankView) -> bool:
-    return view.now_ns - transfer.moved_ns < _STANDS_NS
-
-
-def _agreement(op: Collective, answer: Answer) -> Agreement:
-    """Return on what the ranks agree: nothing is known if something that matters was not compared.
-    Calls that make groups pass nothing that this compares.
-    """
-    if op.op in _MAKES_GROUPS:
-        return "unknown"
-    if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
-        return "sizes" if "dtype" in answer.aspects else "sizes-and-dtypes"
-    return "all" if isinstance(answer, Agree) else "unknown"
-
-
-def _not_started(meeting: EnteredOp) -> list[int]:
-    """Return the ranks that enqueued a collective which their device never began, as far as their
-    dumps record that.
-    """
-    return [
-        view.rank
-        for view in meeting.views
-        if view.timed and _is_waiting(view, meeting.instance, started=False)
-    ]
-
-
-def _is_waiting(view: RankView, instance: Instance, *, started: bool) -> bool:
-    op = op_at(view, instance)
-    return op is not None and op.in_flight and (op.index in view.running) == started
-
-
-def _may_be_members(context: Context, meeting: EnteredOp) -> list[int]:
-    """Return the other ranks with logs, if the logs do not list the group's ranks: some may be in
-    it, and missing.
-    """
-    group = meeting.op.channel.group
-    if not context.job.only_logs or meeting.instance.key not in context.job.unlisted:
-        return []
-    return sorted(set(context.job.views) - set(group.ranks))
-
-
-def _compared(context: Context, meeting: EnteredOp) -> Answer:
-    """Compare what the ranks passed to a collective or message, as far as their records tell it."""
-    at = meeting.instance
-    ops = {view.rank: op for view in meeting.views if (op := op_at(view, at)) is not None}
-    if not set(at.members) <= set(ops):
-        return Unknown(("args",))
-    if at.sender >= 0:
-        return compare_pair(at.sender, ops[at.sender].args, at.receiver, ops[at.receiver].args)
-    args = {view.rank: view.tracks[at.key].args_of(at.number) for view in meeting.views}
-    return compare_coalesced(args, at.key[2], splits_known=not context.job.foreign)
+def _are_alike(edges: Sequence[Edge]) -> bool:
+    """Return whether the waits are all in one collective of groups with the same name."""
+    ops = [edge.op for edge in edges]
+    names = {(op.op, op.sequence_number, op.channel.group.label) for op in ops}
+    return len(names) == 1 and not ops[0].is_point_to_point
 
 
 def find_left_behind(context: Context, nodes: list[WaitNode]) -> list[WaitNode]:
@@ -432,26 +429,34 @@ def find_left_behind(context: Context, nodes: list[WaitNode]) -> list[WaitNode]:
     for node in nodes:
         instance = context.graph.instances[node.detail]
         op = context.graph.edges_into(node)[0].op
-        members = (
-            [rank for rank in instance.key[2] if rank in context.job.views]
-            if instance.sender < 0
-            else []
-        )
-        stuck = [rank for rank in members if not _has_ended(context.job.views[rank], instance)]
-        if op.op in ROOTED or not stuck or len(stuck) == len(members):
+        ended = _ended_on(context.job, instance)
+        stuck = [rank for rank, has_ended in ended.items() if not has_ended]
+        # the root of a broadcast may complete it before the others
+        if op.op in ROOTED or not 0 < len(stuck) < len(ended):
             others.append(node)
         else:
             found[(op.op, instance.number, op.channel.group.label)].append((node, stuck))
     for several in found.values():
-        _left_behind(
-            context,
-            [node for node, _ in several],
-            sorted({rank for _, stuck in several for rank in stuck}),
-        )
+        ranks = sorted({rank for _, stuck in several for rank in stuck})
+        _add_left_behind(context, [node for node, _ in several], ranks)
     return others
 
 
-def _left_behind(context: Context, nodes: list[WaitNode], ranks: list[int]) -> None:
+def _ended_on(job: JobIndex, at: Instance) -> dict[int, bool]:
+    """Return, by rank with a record, whether it has left a collective; nothing for a message."""
+    members = at.members if at.sender < 0 else ()
+    return {rank: _has_ended(job.views[rank], at) for rank in members if rank in job.views}
+
+
+def _has_ended(view: RankView, instance: Instance) -> bool:
+    """Return whether a dump of another tool shows that the rank has left a collective, if only by a
+    later one in flight.
+    """
+    track = view.tracks.get(instance.key)
+    return track is not None and instance.number <= track.last and instance.number not in track.open
+
+
+def _add_left_behind(context: Context, nodes: list[WaitNode], ranks: list[int]) -> None:
     edges = context.graph.edges_into_all(nodes)
     members = {rank for node in nodes for rank in context.graph.instances[node.detail].key[2]}
     blocked = context.blocked_by(nodes)
@@ -471,49 +476,22 @@ def _left_behind(context: Context, nodes: list[WaitNode], ranks: list[int]) -> N
     context.cases.append(Case(cause, edges[0].op, edges[0].op.source, edges, blocked))
 
 
-def _failed(context: Context, ranks: list[int]) -> bool:
+def completed_on(job: JobIndex, instance: Instance) -> list[int]:
+    """Return the ranks on which a collective or message has completed."""
+    ended = _ended_on(job, instance) if job.foreign else {}
+    views = [job.views[rank] for rank in instance.members if rank in job.views]
+    return [
+        view.rank
+        for view in views
+        if ended.get(view.rank)
+        or ((op := op_at(view, instance)) is not None and op.state is State.COMPLETED)
+    ]
+
+
+def _has_failed(context: Context, ranks: list[int]) -> bool:
+    """Return whether one of these ranks ended badly, or its wait failed."""
     views = [context.job.views[rank] for rank in ranks]
     return any(
         view.exit.failed or any(block.how == "failed" for block in view.blocks.values())
         for view in views
-    )
-
-
-def _has_ended(view: RankView, instance: Instance) -> bool:
-    """Return whether a dump of another tool shows that the rank has left a collective, if only by a
-    later one in flight.
-    """
-    if instance.sender >= 0:
-        return False
-    track = view.tracks.get(instance.key)
-    return track is not None and instance.number <= track.last and instance.number not in track.open
-
-
-def completed_on(job: JobIndex, instance: Instance) -> list[int]:
-    """Return the ranks on which a collective or message has completed."""
-    views = [job.views[rank] for rank in instance.members if rank in job.views]
-    ended = _has_ended if job.foreign else _has_completed
-    return [view.rank for view in views if ended(view, instance) or _has_completed(view, instance)]
-
-
-def _has_completed(view: RankView, instance: Instance) -> bool:
-    op = op_at(view, instance)
-    return op is not None and op.state is State.COMPLETED
-
-
-def _since_last_arrival(meeting: EnteredOp) -> int:
-    ages = [
-        view.now_ns - op.announced_ns
-        for view in meeting.views
-        if (op := op_at(view, meeting.instance)) is not None
-    ]
-    return min(ages, default=1 << 62)
-
-
-def _burns_cpu(view: RankView) -> bool:
-    seen = view.log.observation
-    return bool(
-        seen.cpu_s is not None
-        and seen.window_s > 0.4
-        and seen.cpu_s / seen.window_s >= activity.CPU_WORKING
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.causes.context import Case, Context, op_at
+from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.stuck_inside import EnteredOp, StuckCase
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
@@ -73,11 +73,11 @@ def words(context: Context, case: Case[StuckInside]) -> Words:
     )
 
 
-def _name(meeting: EnteredOp) -> str:
+def _name(entered: EnteredOp) -> str:
     """``"all_reduce #41 of group dp [0-3]"``, ``"message #3 from rank 0 to rank 1"``."""
-    at = meeting.instance
+    at = entered.instance
     if at.sender < 0:
-        return op_phrase(meeting.op)
+        return op_phrase(entered.op)
     return (
         f"{numbered('message', at.number)} from {rank_phrase(at.sender)} to"
         f" {rank_phrase(at.receiver)}"
@@ -108,15 +108,15 @@ def _undecided(context: Context, case: Case[StuckInside]) -> Words:
 
 
 def _held_up(context: Context, case: StuckCase) -> Words:
-    meeting, culprits = case.meeting, case.cause.culprits
-    others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
+    entered, culprits = case.entered, case.cause.culprits
+    others = sorted(set(entered.waiting) - set(culprits)) or entered.waiting
     assert case.doing is not None
     cannot_run = f"{ranks_phrase(culprits)} {activity_words(case.doing, culprits)}"
-    if context.completion_unknown(meeting.waiting):
+    if context.completion_unknown(entered.waiting):
         stand = ranks_and_verb(case.cause.victims, "stands", "stand")
         return Words(
-            summary=f"{cannot_run} after {_name(meeting)}; {stand} still, too",
-            explanation=_nothing_tells(meeting),
+            summary=f"{cannot_run} after {_name(entered)}; {stand} still, too",
+            explanation=_nothing_tells(entered),
             next_step=missing_step(case.doing, culprits),
             would_raise_confidence=(
                 f"It is certain if the job goes on when {ranks_phrase(culprits)} can run again."
@@ -124,32 +124,32 @@ def _held_up(context: Context, case: StuckCase) -> Words:
         )
     return Words(
         summary=(
-            f"{cannot_run} inside {_name(meeting)}; {ranks_and_verb(others, 'waits', 'wait')} there"
+            f"{cannot_run} inside {_name(entered)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
-        explanation=_explanation(context, meeting),
+        explanation=_explanation(context, entered),
         next_step=missing_step(case.doing, culprits),
-        evidence=_errors(meeting),
+        evidence=_errors(entered),
     )
 
 
-def _nothing_tells(meeting: EnteredOp) -> str:
-    reason = completion_unknown(meeting.op.channel)
+def _nothing_tells(entered: EnteredOp) -> str:
+    reason = completion_unknown(entered.op.channel)
     return f"Nothing tells how far their devices are: {reason}"
 
 
 def _completion_unknown(_: Context, case: StuckCase) -> Words:
-    meeting = case.meeting
+    entered = case.entered
     return Words(
         summary=(
-            f"{ranks_and_verb(meeting.waiting, 'stands', 'stand')} still after {_name(meeting)};"
+            f"{ranks_and_verb(entered.waiting, 'stands', 'stand')} still after {_name(entered)};"
             " whether their devices have completed it is not known"
         ),
         explanation=prose(
             "All ranks have issued it and agree on what was compared.",
-            _nothing_tells(meeting),
+            _nothing_tells(entered),
         ),
-        next_step=_RECORD_COMPLETION.get(meeting.op.channel.completion, RECORD_COMPLETION)
-        + stuck_step(meeting.op, meeting.views),
+        next_step=_RECORD_COMPLETION.get(entered.op.channel.completion, RECORD_COMPLETION)
+        + stuck_step(entered.op, entered.views),
         would_raise_confidence=(
             "C++ stacks of these ranks (py-spy dump --native) would show whether they wait for"
             " their devices."
@@ -158,13 +158,13 @@ def _completion_unknown(_: Context, case: StuckCase) -> Words:
 
 
 def _still_moving(context: Context, case: StuckCase) -> Words:
-    meeting = case.meeting
+    entered = case.entered
     return Words(
         summary=(
-            f"{ranks_phrase(case.cause.ranks)} are in {_name(meeting)}, which still moves data,"
-            f" {duration(context.longest_wait(meeting.waiting))} so far"
+            f"{ranks_phrase(case.cause.ranks)} are in {_name(entered)}, which still moves data,"
+            f" {duration(context.longest_wait(entered.waiting))} so far"
         ),
-        explanation=phrases.waiting(context, meeting.edges),
+        explanation=phrases.waiting(context, entered.edges),
         next_step="wait",
         evidence=[f"{ranks_and_verb(case.cause.busy, 'uses', 'use')} CPU inside it."],
         would_raise_confidence="CPU time shows work, not that it ends.",
@@ -172,38 +172,38 @@ def _still_moving(context: Context, case: StuckCase) -> Words:
 
 
 def _never_started(context: Context, case: StuckCase) -> Words:
-    meeting, ranks, started = case.meeting, case.cause.not_started_on, case.cause.started_on
+    entered, ranks, started = case.entered, case.cause.not_started_on, case.cause.started_on
     device = verb(ranks, "its device has", "their devices have")
     waits = ranks_and_verb(started, "has started it and waits", "have started it and wait")
     return Words(
         summary=(
-            f"{ranks_phrase(ranks)} enqueued {_name(meeting)}, but {device} not started it"
+            f"{ranks_phrase(ranks)} enqueued {_name(entered)}, but {device} not started it"
             f"{f'; {waits}' if started else ''}"
         ),
-        explanation=_explanation(context, meeting),
-        next_step=not_started_step(meeting.op, ranks),
-        evidence=_errors(meeting),
+        explanation=_explanation(context, entered),
+        next_step=not_started_step(entered.op, ranks),
+        evidence=_errors(entered),
         would_raise_confidence="What the device does before it is not recorded.",
     )
 
 
 def _no_progress(context: Context, case: StuckCase) -> Words:
-    cause, meeting = case.cause, case.meeting
+    cause, entered = case.cause, case.entered
     inside = [rank for rank in cause.ranks if rank not in cause.completed_on]
     question = _open_question(cause)
     return Words(
         summary=(
-            f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(meeting)}"
+            f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(entered)}"
             f"{_completed_or_not(cause, inside)}{_where_it_stands(cause)}"
         ),
-        explanation=_explanation(context, meeting),
+        explanation=_explanation(context, entered),
         next_step=(
-            compare_step(meeting.op, question)
+            compare_step(entered.op, question)
             if question
-            else stuck_step(meeting.op, _views_of_transfer(cause, meeting))
+            else stuck_step(entered.op, _views_of_transfer(cause, entered))
         ),
-        evidence=[*_errors(meeting), *_seen_by_nccl(cause)],
-        would_raise_confidence=_what_would_show(context, meeting, question),
+        evidence=[*_errors(entered), *_seen_by_nccl(cause)],
+        would_raise_confidence=_what_would_show(context, entered, question),
     )
 
 
@@ -240,11 +240,11 @@ def _seen_by_nccl(cause: StuckInside) -> list[str]:
     return said
 
 
-def _views_of_transfer(cause: StuckInside, meeting: EnteredOp) -> list[RankView]:
+def _views_of_transfer(cause: StuckInside, entered: EnteredOp) -> list[RankView]:
     """Return the two ranks of the transfer that stands, else all ranks."""
     if (at := cause.transfer) is None:
-        return meeting.views
-    return [view for view in meeting.views if view.rank in (at.sender, at.receiver)]
+        return entered.views
+    return [view for view in entered.views if view.rank in (at.sender, at.receiver)]
 
 
 def _open_question(cause: StuckInside) -> str:
@@ -268,15 +268,15 @@ def _completed_or_not(cause: StuckInside, inside: list[int]) -> str:
     return rest
 
 
-def _what_would_show(context: Context, meeting: EnteredOp, question: str) -> str:
+def _what_would_show(context: Context, entered: EnteredOp, question: str) -> str:
     if question:
         return f"These records do not tell its {question}; `commlens launch` records them."
     stacks = (
         "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they"
         " are stuck."
     )
-    timed = not context.job.foreign or any(v.log.captured_ns for v in meeting.views)
-    if timed or _errors(meeting):
+    timed = not context.job.foreign or any(v.log.captured_ns for v in entered.views)
+    if timed or _errors(entered):
         return stacks
     return (
         f"{stacks} If the job may still be running, a second dump would show whether it moves"
@@ -284,19 +284,18 @@ def _what_would_show(context: Context, meeting: EnteredOp, question: str) -> str
     )
 
 
-def _explanation(context: Context, meeting: EnteredOp) -> str:
+def _explanation(context: Context, entered: EnteredOp) -> str:
     return prose(
-        phrases.waiting(context, meeting.edges),
-        phrases.waiting_behind(meeting.waiting, meeting.blocked),
+        phrases.waiting(context, entered.edges),
+        phrases.waiting_behind(entered.waiting, entered.blocked),
     )
 
 
-def _errors(meeting: EnteredOp) -> list[str]:
+def _errors(entered: EnteredOp) -> list[str]:
     """Return sentences with the errors of the ranks on which the collective failed, three at
     most.
     """
-    ops = (op_at(view, meeting.instance) for view in meeting.views)
-    errors = sorted({first_line(op.error) for op in ops if op is not None and op.error})
+    errors = sorted({first_line(op.error) for _, op in entered.records if op.error})
     return [f"It failed with: {error}." for error in errors[:3]]
 
 
