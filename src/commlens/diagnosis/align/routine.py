@@ -462,7 +462,7 @@ def count_rounds(job: JobIndex, op: Collective, *, of_all: bool = False) -> Roun
     return Rounds(op.op, frame_phrase(op.source), last)
 
 
-def and_then(job: JobIndex, rounds: Rounds, ops: Mapping[int, Collective]) -> Rounds:
+def with_next_line(job: JobIndex, rounds: Rounds, ops: Mapping[int, Collective]) -> Rounds:
     """Return rounds with the line to which the ranks went on that got less far, if it is new to
     them, and the optimizer steps of all.
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from commlens.diagnosis.align.peer_order import find_reordered
 from commlens.diagnosis.align.routine import (
     RANKS_MAX,
-    and_then,
     count_rounds,
     expected_next,
     leaves_routine,
     leaves_routine_at,
+    with_next_line,
 )
 from commlens.diagnosis.align.tie_break import (
     UNDECIDED,
@@ -218,7 +218,7 @@ def _by_rounds(context: Context, ops: dict[int, Collective]) -> tuple[Decision, 
     if len(rounds) < len(counted) or len({each.odd for each in rounds}) != 1:
         return UNDECIDED, None
     furthest = max(rounds, key=lambda each: min(at.number for at in each.last))
-    furthest = and_then(context.job, furthest, ops)
+    furthest = with_next_line(context.job, furthest, ops)
     return by_rounds(ops.keys(), [furthest.odd]) or UNDECIDED, furthest
 
 

@@ -1,5 +1,9 @@
 """Ranks that met in one collective or message but disagree on it, and ranks that are out of step or
 issued collectives of one shape in another order.
+
+``align`` finds the mismatches and decides whom to blame; here each becomes a cause, with the ranks
+that it blocks and that died of it. Example: in ``all_reduce #7``, rank 2 passes float32[5] and the
+others float32[4]. The cause is ``mismatch/shape``, its culprit rank 2, and its victims the others.
 """
 
 from __future__ import annotations
@@ -10,11 +14,11 @@ from dataclasses import dataclass, field
 from commlens.diagnosis.align.alignment import Race, RecordMismatch
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.out_of_step import SwappedOrder, find_swapped_orders, steps_ahead
-from commlens.diagnosis.align.routine import RANKS_MAX, and_then, count_rounds
+from commlens.diagnosis.align.routine import RANKS_MAX, count_rounds, with_next_line
 from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import WaitNode
-from commlens.diagnosis.index.job_index import JobIndex, RankView
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.matching.answer import Aspect
 from commlens.model.cause import (
     MAIN_THREAD,
@@ -95,9 +99,8 @@ def find_mismatches(context: Context, sinks: dict[int, WaitNode]) -> None:
             case.cause.root_cause = mismatch.astray is None or blamed_for_astray.isdisjoint(
                 mismatch.ops
             )
-        # on a tie between several lines, none of them is the line to look at
-        if mismatch.tie and len({op.source for op in mismatch.ops.values()}) != 1:
-            case.frame = None
+            if len({op.source for op in mismatch.ops.values()}) != 1:
+                case.frame = None  # none of the lines is the one to look at
         context.cases.append(case)
 
 
@@ -124,11 +127,13 @@ def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) ->
     usual = mismatch.ops[others[0]] if others else None
     waiting = sorted(set(blocked) - set(suspects))
     failed = _failed(context, mismatch)
-    victims = {*waiting, *others, *failed} - set(suspects)
-    cause = _cause(mismatch, suspects, victims)
-    cause.gone_on = [rank for rank in cause.not_seen if _has_gone_on(views.get(rank), mismatch)]
-    held = [rank for rank in waiting if rank not in views or not views[rank].exit.refused]
-    cause.held_up = [rank for rank in held if rank not in cause.gone_on]
+    cause = _cause(mismatch, suspects, {*waiting, *others, *failed} - set(suspects))
+    cause.gone_on = _gone_on(context, mismatch, cause.not_seen)
+    cause.held_up = [
+        rank
+        for rank in waiting
+        if not (rank in views and views[rank].exit.refused) and rank not in cause.gone_on
+    ]
     cause.ended_by_it = _ended_by_it(context, failed)
     if usual is not None and mismatch.pair is None:
         cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
@@ -146,14 +151,32 @@ def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) ->
         suspects=suspects,
         usual=usual,
         paths=paths,
-        been_there=_has_been_there(views.get(suspects[0]), op),
+        been_there=any(
+            (each.op, each.call_lines) == (op.op, op.call_lines) and each.index < op.index
+            for each in (views[suspects[0]].history if suspects[0] in views else ())
+        ),
     )
 
 
-def _has_gone_on(view: RankView | None, mismatch: RecordMismatch) -> bool:
-    """Return whether the group's progress on a rank without a record tells that it completed it."""
-    status = view.dump.status if view is not None and view.dump is not None else {}
-    return status.get(mismatch.key[1], (0, 0, 0))[2] >= mismatch.number
+def _odd_op(mismatch: RecordMismatch) -> Collective:
+    """Return the record of the first culprit that has one; if none has, of the first rank."""
+    return next(
+        (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
+        next(iter(mismatch.ops.values())),
+    )
+
+
+def _gone_on(context: Context, mismatch: RecordMismatch, ranks: Iterable[int]) -> list[int]:
+    """Return those of these ranks, which have no record of it, that completed the collective, as
+    the progress of its group in their dumps tells.
+    """
+    views = context.job.views
+    dumps = {rank: views[rank].dump for rank in ranks if rank in views}
+    return [
+        rank
+        for rank, dump in dumps.items()
+        if dump is not None and dump.status.get(mismatch.key[1], (0, 0, 0))[2] >= mismatch.number
+    ]
 
 
 def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -> Rounds | None:
@@ -164,8 +187,8 @@ def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -
     if len(lines) != 2 or len(context.job.views) > RANKS_MAX:
         return None
     counted = [one for op in lines.values() if (one := count_rounds(context.job, op)) is not None]
-    told = [and_then(context.job, one, ops) for one in counted if one.odd == {*suspects}]
-    return next((one for one in told if one.went_on), None)
+    fitting = (with_next_line(context.job, one, ops) for one in counted if one.odd == {*suspects})
+    return next((one for one in fitting if one.went_on), None)
 
 
 def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
@@ -296,23 +319,6 @@ def _paths(context: Context, mismatch: RecordMismatch, op: Collective) -> tuple[
     if mismatch.pair is not None:
         return path_of(op), path_of(usual)
     return part(context.job, culprit, op, other, usual)
-
-
-def _odd_op(mismatch: RecordMismatch) -> Collective:
-    """Return the record of the first culprit that has one; if none has, of the first rank."""
-    return next(
-        (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
-        next(iter(mismatch.ops.values())),
-    )
-
-
-def _has_been_there(view: RankView | None, op: Collective) -> bool:
-    """Return whether the rank has issued this op from the same lines before."""
-    return view is not None and any(
-        (each.op, each.call_lines) == (op.op, op.call_lines)
-        for each in view.history
-        if each.index < op.index
-    )
 
 
 def has_one_side(mismatch: RecordMismatch) -> bool:
