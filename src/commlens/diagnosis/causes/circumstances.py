@@ -1,6 +1,7 @@
-"""Add the circumstances to causes that were found: which part of torch.compile issued the
+"""Add to causes that were found what else is known of them: which part of torch.compile issued the
 collective, how many ranks have reached ``init_process_group``, which nodes are lost, whether NCCL's
-RAS service agrees, and which place all affected ranks share.
+RAS service agrees, and which place (host, switch, rack, rail, GPU) all affected ranks share. The
+five parts do not depend on each other.
 """
 
 from __future__ import annotations
@@ -111,12 +112,6 @@ def add_init_meetings(context: Context) -> None:
         add_init_meeting(case.cause, ranks, came, again=op.sequence_number > 1)
 
 
-def _seen_store(makers: StoreSeen | None, stores: Sequence[StoreSeen]) -> StoreSeen | None:
-    """Return the store as its maker's host sees it, else as one where a process listens does."""
-    listening = next((each for each in stores if each.listens), None)
-    return makers or listening or next(iter(stores), None)
-
-
 def add_init_meeting(
     cause: Cause,
     ranks: Sequence[int],
@@ -135,7 +130,8 @@ def add_init_meeting(
     """
     maker = next(iter(ranks), 0)
     stores = [store for store in came.values() if store is not None]
-    store = _seen_store(came.get(maker), stores)
+    # as its maker's host sees it, else as a host does on which a process listens there
+    store = came.get(maker) or max(stores, key=lambda seen: seen.listens, default=None)
     cause.init = InitMeeting(
         len(ranks),
         sorted(came),
@@ -146,6 +142,7 @@ def add_init_meeting(
         any(each.agent for each in stores),
         again,
     )
+    # The maker's host has looked, or the launcher makes the store: then nobody will listen there.
     if (
         isinstance(cause, StuckInside)
         and cause.init.listens is False

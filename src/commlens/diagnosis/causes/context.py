@@ -1,4 +1,9 @@
-"""The evidence that all causes are found in, and what was found so far."""
+"""The evidence that all causes are found in, what was found so far, and how records become data.
+
+Each ``find_...`` function of this room gets the :class:`Context` and appends a :class:`Case` to it.
+Of "rank 2 never reached all_reduce #7", the case has the cause ``Missing(culprits=[2], ...)``, the
+others' all_reduce as its op, and ``train.py:57``, where rank 2 stands, as its frame.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,8 @@ from commlens.model.grouping import grouped
 
 C = TypeVar("C", bound=Cause)
 
-TOO_LONG = 8  # stall timeouts
-MOTIONLESS = 3  # stall timeouts
+TOO_LONG = 8  # stall timeouts that others wait, after which work is no excuse
+MOTIONLESS = 3  # stall timeouts after which a job that waits for no rank counts as stuck
 
 
 @dataclass
@@ -35,7 +40,7 @@ class Case(Generic[C]):
     """A cause, with the evidence that words are made of, and its weight among the others."""
 
     cause: C  # its culprits and victims may be changed by later decisions
-    op: Collective | None = None
+    op: Collective | None = None  # that the finding names
     frame: Frame | None = None  # the culprit's line
     edges: Sequence[Edge] = ()  # the waits
     blocked: Sequence[int] = ()  # ranks that wait because of it, directly or behind others
@@ -70,6 +75,7 @@ class Context:
         """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet
         time is unknown.
         """
+        # it is the only known rank of the group in whose collective it is
         if view.head is not None and self.graph.is_unknown(view.head.op.channel.key):
             return Activity("in-collective", False, "in-another-group", for_ns=view.head.age_ns)
         quiet = activity.quiet_ns(view.log) if view.log.captured_ns or not self.job.foreign else 0
@@ -106,7 +112,7 @@ class Context:
         devices.
         """
         hows = {block.how for block in self._blocks(ranks)}
-        return hows == {"unknown"} or not hows
+        return not hows or hows == {"unknown"}  # without a block, as of a rank in a message
 
     def _blocks(self, ranks: Iterable[int]) -> list[BlockedThread]:
         return [

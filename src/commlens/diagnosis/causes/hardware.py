@@ -1,8 +1,12 @@
 """Decide whether a change of hardware explains why ranks stopped, slowed down or died.
 
-A change counts if it fits in time and in place: the rank's own GPU, an interface that the job uses,
-and no collective that completed after it. A change that most parts have explains nothing. A change
-that fits but cannot have the effect is kept as a possible coincidence, and blames no rank.
+Say ranks 0-7 are stuck in a collective since 10:00:05. At 10:00:03 the kernel of node n03 logged
+that the GPU of rank 7 fell off the bus (Xid 79): that explains it, and rank 7 is to blame. That
+many corrected memory errors were counted on n01 does not, but is kept as a possible coincidence.
+
+A change counts if it fits in time and in place: the rank's own GPU or an interface that the job
+uses, and no collective that was issued later has completed. A change that most parts have explains
+nothing.
 """
 
 from __future__ import annotations

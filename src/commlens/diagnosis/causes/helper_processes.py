@@ -1,5 +1,9 @@
 """Ranks that wait for processes that they started, such as those that write checkpoints. These meet
 in a process group of their own, whose calls are not recorded: their stacks tell where they are.
+
+Say ranks 0-2 wait for their writers, which are in an all_gather, and the writer of rank 3 waits for
+a request: then rank 3, which waits for ranks 0-2 in another collective, did not ask its writer for
+the checkpoint, and is to blame.
 """
 
 from __future__ import annotations

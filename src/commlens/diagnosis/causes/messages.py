@@ -1,5 +1,9 @@
-"""Messages that cannot meet: a receive from any source took the message of a later one, the rank
-does not exist, or activation checkpointing issues the message again.
+"""Messages that cannot meet, in three ways.
+
+A receive from any source took the message that a later receive names: ``recv(src=None)`` gets rank
+1's message where rank 2's was meant, and ``recv(src=1)`` waits for ever. The peer does not exist:
+``send(dst=8)`` in a group of 8 ranks. Or activation checkpointing runs a forward pass again, and
+with it a receive whose message was sent once.
 """
 
 from __future__ import annotations

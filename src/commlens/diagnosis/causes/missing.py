@@ -1,4 +1,11 @@
-"""Ranks that others wait for: decide whether they work or are missing, and whom to blame."""
+"""Ranks that others wait for: decide whether they work or are missing, and whom to blame.
+
+Say ranks 0, 1 and 3 wait in ``all_reduce #7``, and rank 2 has not come to it. If rank 2 visibly
+loads data, it may still come: the cause is :class:`Working`, and no fault. If it stands still, it
+is missing, and to blame. If rank 2 has ended well, either it ran one round too few or the others
+one too many: the majority decides, else how often the ranks of the job came to that line, else
+their routines.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +42,11 @@ from commlens.diagnosis.index.activity import (
     longest_gap_ns,
     may_wait_for_child,
 )
-from commlens.diagnosis.index.job_index import Track
+from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
 from commlens.model.collective import Collective, Frame, State
+from commlens.model.ranklog import RankLog
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
 _RECENT = 512  # records in which a line is looked for
@@ -241,15 +249,16 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
 
 
 def _add_missing(context: Context, absence: Absence) -> None:
-    op = absence.edge.op
+    op, views = absence.edge.op, context.job.views
     recomputed = find_recomputed(context.job, absence.edge.rank, op)
-    decision, rounds = _decide(context, absence)
     if recomputed is not None and absence.waiting == [recomputed.rank]:
         decision, rounds = Decision((recomputed.rank,), "recomputation"), None
+    else:
+        decision, rounds = _decide(context, absence)
     blamed = list(decision.culprits)
     extra = _extra_line(context, absence)
     # Strict verification ended their wait elsewhere: what they waited for there is the cause.
-    refused = bool(blamed) and _were_refused_elsewhere(context, absence, blamed)
+    refused = _were_refused_elsewhere(context, absence, blamed)
     culprits = [] if refused else blamed
     record_doubt = _doubt_of_records(context, absence)
     confidence, doubt = _confidence(
@@ -262,7 +271,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
     )
     blames_waiting = blamed == absence.waiting
     holders = _lock_holders(context, absence)
-    locked_out = [rank for rank in absence.ranks if is_locked_out(context.job.views[rank].log)]
+    locked_out = [rank for rank in absence.ranks if is_locked_out(views[rank].log)]
     cause = Missing(
         kind="missing",
         why=absence.doing.why,
@@ -272,7 +281,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
         certain=record_doubt != "completion-unknown"
-        and _can_never_arrive(context, absence, [*_deadlocked(holders), *locked_out]),
+        and _can_never_arrive(context, absence, locked_out, holders),
         ranks=absence.ranks,
         came=_ranks_that_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
@@ -289,7 +298,6 @@ def _add_missing(context: Context, absence: Absence) -> None:
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
-    loop = find_loop(context.job.views[blamed[0]]) if decision.by == "midway" else None
     context.cases.append(
         MissingCase(
             cause,
@@ -297,25 +305,37 @@ def _add_missing(context: Context, absence: Absence) -> None:
             _frame(context, absence, extra, blames_waiting=blames_waiting),
             blocked=absence.blocked,
             absence=absence,
-            loop=loop,
+            loop=find_loop(views[blamed[0]]) if decision.by == "midway" else None,
             extra=extra,
             lock_holders=holders,
         )
     )
 
 
-def _can_never_arrive(context: Context, absence: Absence, locked: Sequence[int]) -> bool:
-    """Return whether the ranks can never arrive, and nobody in their place: they have ended, or
-    nothing releases the lock that each waits for.
-    """
-    return absence.is_for_ranks and all(
-        context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
+def _were_refused_elsewhere(context: Context, absence: Absence, blamed: Sequence[int]) -> bool:
+    views = [context.job.views[rank] for rank in blamed]
+    return bool(views) and all(
+        view.exit.refused and op_at(view, absence.edge.instance) is None for view in views
     )
 
 
-def _deadlocked(holders: Sequence[LockHolder]) -> list[int]:
-    """Return the ranks that wait for a lock while the lock's holder waits for them."""
-    return [one.rank for one in holders if one.edge is not None]
+def _have_ended(context: Context, blamed: Sequence[int]) -> bool:
+    return bool(blamed) and all(context.job.views[rank].exit.ended for rank in blamed)
+
+
+def _can_never_arrive(
+    context: Context,
+    absence: Absence,
+    locked_out: Sequence[int],
+    holders: Sequence[LockHolder],
+) -> bool:
+    """Return whether the ranks can never arrive, and nobody in their place: they have ended,
+    nothing releases the lock that each waits for, or the lock's holder waits for them.
+    """
+    locked = {*locked_out, *(one.rank for one in holders if one.edge is not None)}
+    return absence.is_for_ranks and all(
+        context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
+    )
 
 
 def _frame(
@@ -329,31 +349,19 @@ def _frame(
     return last.source if frame is None and absence.finished and last is not None else frame
 
 
-def _have_ended(context: Context, culprits: Sequence[int]) -> bool:
-    return bool(culprits) and all(context.job.views[rank].exit.ended for rank in culprits)
-
-
-def _were_refused_elsewhere(context: Context, absence: Absence, culprits: Sequence[int]) -> bool:
-    views = [context.job.views[rank] for rank in culprits]
-    return all(view.exit.refused and op_at(view, absence.edge.instance) is None for view in views)
+# --- the doubt, and the confidence
 
 
 def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
     """Return the facts about the ranks that the records lack; None if they suffice."""
-    return (
-        _doubt_of_messages(context, absence)
-        or _doubt_of_helpers(context, absence)
-        or _doubt_of_waits(context, absence)
-    )
-
-
-def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
-    waiting, doing = [context.job.views[rank] for rank in absence.waiting], absence.doing
+    views, doing = [context.job.views[rank] for rank in absence.ranks], absence.doing
+    if any(view.unknown_message for view in views):
+        return "may-wait-in-message"
+    if any(_may_wait_for_unseen_helper(view.log, doing) for view in views):
+        return "helper-unseen"
     if context.completion_unknown(absence.waiting):
         return "completion-unknown"
-    if any(view.dump is not None and view.dump.issued_only for view in waiting) or all(
-        view.is_log and not view.timed_out for view in waiting
-    ):
+    if _is_only_issued([context.job.views[rank] for rank in absence.waiting]):
         return "only-issued"
     if doing.works and not _is_wait_over(doing, absence.all_edges):
         return "may-be-working"
@@ -361,23 +369,20 @@ def _doubt_of_waits(context: Context, absence: Absence) -> Doubt | None:
         return None
     if not context.job.has_stack(absence.ranks[0]):
         return "outside-not-recorded"
-    ended = any(context.job.views[rank].exit.ended for rank in absence.ranks)
-    return "ended-unobserved" if ended else "not-observed"
+    return "ended-unobserved" if any(view.exit.ended for view in views) else "not-observed"
 
 
-def _doubt_of_helpers(context: Context, absence: Absence) -> Doubt | None:
-    logs = [context.job.views[rank].log for rank in absence.ranks]
-    may_wait = any(
-        not all(helper.stack for helper in log.observation.helpers)
-        and may_wait_for_child(log, absence.doing)
-        for log in logs
+def _is_only_issued(waiting: Sequence[RankView]) -> bool:
+    """Return whether records tell what ranks issued, and not whether it completed."""
+    return any(view.dump is not None and view.dump.issued_only for view in waiting) or all(
+        view.is_log and not view.timed_out for view in waiting
     )
-    return "helper-unseen" if may_wait else None
 
 
-def _doubt_of_messages(context: Context, absence: Absence) -> Doubt | None:
-    views = [context.job.views[rank] for rank in absence.ranks]
-    return "may-wait-in-message" if any(view.unknown_message for view in views) else None
+def _may_wait_for_unseen_helper(log: RankLog, doing: Activity) -> bool:
+    """Return whether a rank may wait for a process that it started, whose stack is unknown."""
+    unseen = any(not helper.stack for helper in log.observation.helpers)
+    return unseen and may_wait_for_child(log, doing)
 
 
 _LIMITS_TO_LOW = frozenset(
@@ -444,6 +449,9 @@ def _outcome(
     return "reached-too-late" if came else "never-reached"
 
 
+# --- a line that only the waiting ranks reach
+
+
 def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     """Return the first collective from the line that only the waiting ranks reach, or reach more
     often, if it is not where they wait.
@@ -463,7 +471,7 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     by_waiting = _lines_of(tracks[rank] for rank in absence.waiting)
     by_absent = _lines_of(tracks[rank] for rank in absence.ranks)
     surplus = _only_surplus(by_waiting, by_absent)
-    if surplus is None or (op.op, op.call_lines) in surplus:
+    if surplus is None or _line_of(op) in surplus:
         return None
     rank, other = absence.edge.rank, absence.ranks[0]
     extra = _first_surplus(tracks[rank], surplus)
@@ -485,13 +493,18 @@ def _ranks_that_came(context: Context, absence: Absence, extra: ExtraLine | None
     return sorted({*absence.waiting, *done})
 
 
-_Lines = Counter[tuple[str, tuple[tuple[str, int], ...]]]
+_Line = tuple[str, tuple[tuple[str, int], ...]]
+_Lines = Counter[_Line]
 """How often each op was issued from each line."""
+
+
+def _line_of(op: Collective) -> _Line:
+    return op.op, op.call_lines
 
 
 def _lines_of(tracks: Iterable[Track]) -> _Lines | None:
     """Return how often ranks issued each op from each line; None if they differ."""
-    counts = [Counter((op.op, op.call_lines) for op in track.ops.values()) for track in tracks]
+    counts = [Counter(map(_line_of, track.ops.values())) for track in tracks]
     return counts[0] if all(each == counts[0] for each in counts) else None
 
 
@@ -508,8 +521,11 @@ def _only_surplus(by_waiting: _Lines | None, by_absent: _Lines | None) -> _Lines
 
 def _first_surplus(track: Track, surplus: _Lines) -> Collective:
     """Return the first op that a rank issued from a line after the others last did."""
-    at_line = [op for _, op in sorted(track.ops.items()) if (op.op, op.call_lines) in surplus]
+    at_line = [op for _, op in sorted(track.ops.items()) if _line_of(op) in surplus]
     return at_line[len(at_line) - surplus.total()]
+
+
+# --- whom to blame
 
 
 def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
@@ -522,8 +538,8 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
     Returns:
         The decision, and how often the ranks came to the line that decided, if that did.
     """
-    if _doubt_of_messages(context, absence):
-        return Decision((), "unknown"), None
+    if any(context.job.views[rank].unknown_message for rank in absence.ranks):
+        return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.finished or op.is_setup or op.is_store_wait:
         return Decision(tuple(sides[0]), "absence"), None

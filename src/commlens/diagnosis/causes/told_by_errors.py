@@ -1,5 +1,8 @@
-"""Faults that exceptions show: torch compares some things itself and raises on every rank, and
-strict verification refuses calls. Diagnosis reads a refusal's fields, not its text.
+"""Faults that the text of exceptions shows, where no record does.
+
+torch compares some things itself and raises on every rank: DDP's "Rank 1 has 12 params, while rank
+0 has inconsistent 14 params" tells that their models differ. Strict verification refuses calls; of
+its exceptions the fields are read, not the text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Faults of a job as a whole, found in text logs: timeouts in groups without a name, signals to the
 launcher, other tools' reports.
 
-They count only if the ranks' records show no fault.
+They count only if the ranks' records show no fault. Example: Slurm's "*** JOB 7 ON n01
+CANCELLED AT ... DUE TO TIME LIMIT ***" gives the report ``ended`` with the ending ``time-limit``.
 """
 
 from __future__ import annotations

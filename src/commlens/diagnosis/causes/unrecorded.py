@@ -1,5 +1,9 @@
 """Ranks that others wait for and whose calls no record shows, and keys of the job's store that no
 rank writes.
+
+Say rank 3 of 4 has no record, and the others wait for it. If all ranks run on this machine, it
+ended before it could record anything: it is presumed dead, and blamed. If it may run on another
+node, whose records are not here, or if its newest records are damaged, nobody is blamed.
 """
 
 from __future__ import annotations
@@ -37,13 +41,12 @@ def find_unrecorded(context: Context, nodes: list[WaitNode]) -> None:
         if any(id(edge.op) not in explained for edge in context.graph.edges_into(node))
     ]
     others = any(case.cause.root_cause for case in context.cases)
-    # Where a dump could not be read, its rank may as well be the one that holds up the others as
-    # one without a dump.
-    unknown = context.job.foreign and any(node.rank in context.job.views for node in nodes)
+    # A rank whose dump could not be read may hold up the others, as well as one without a dump.
+    unreadable = context.job.foreign and any(node.rank in context.job.views for node in nodes)
     if context.job.only_logs:
         nodes = [node for node in nodes if not _waits_ended_early(context, node)]
     for (_, kind, record), members in sorted(_alike(context, nodes).items()):
-        present = kind == "no-record" and not unknown
+        present = kind == "no-record" and not unreadable
         _add_unrecorded(context, members, record, present=present, others=others)
 
 
@@ -74,8 +77,9 @@ def _alike(
 
 
 def _record_of(context: Context, rank: int) -> str:
-    """Return why a rank is not recorded, or that its records are ``"silent"`` or ``"damaged"``;
-    empty if it has none.
+    """Return why nothing tells what a rank did: ``"silent"`` (no line of its log does),
+    ``"damaged"``, the reason for which its process records nothing, or empty if there is no record
+    of it.
     """
     view, stranger = context.job.views.get(rank), context.job.strangers.get(rank)
     if view is not None and view.is_log and view.lost_newest:
