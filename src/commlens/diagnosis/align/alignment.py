@@ -1,18 +1,25 @@
 """Compare the records of ranks that met in a collective or a message: find the ranks that disagree
-or are out of step.
+or are out of step, and decide which of them is to blame.
+
+Ranks meet under the same sequence number of a channel. Say that under number 7 ranks 0, 1 and 3
+issued an all_reduce of float32[4] and rank 2 one of float32[5]: that is one
+:class:`RecordMismatch`, with number 7, the four records as ``ops``, and rank 2 as the culprit of
+the majority. If ranks 0-3 issued the same, but rank 2 from other lines from number 7 on, since it
+skipped a collective, there is a mismatch without an ``answer``, and with a ``shift``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, takewhile, zip_longest
+from itertools import takewhile, zip_longest
 from typing import Literal, NamedTuple
 
 from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
 from commlens.diagnosis.align.peer_order import is_outvoted, like_other_groups
 from commlens.diagnosis.align.routine import ranks_off_routine
+from commlens.diagnosis.align.thread_race import Race, find_race, has_overlaps
 from commlens.diagnosis.align.tie_break import (
     UNDECIDED,
     by_arguments,
@@ -35,20 +42,8 @@ from commlens.matching.point_to_point import Pair, compare_pair, pair_messages
 from commlens.model.cause import BlamedBy, Decision
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 
-_NEAR = 8  # numbers before and after a mismatch among which threads may race
-# ranks whose records are looked at closely: each takes a while, and there may be thousands
 _RANKS_OF_A_SIDE = 16
-
-_Overlaps = Mapping[Hashable, tuple[Collective, Collective]]
-"""By place: a collective of another thread, and one of the main thread that was in flight then."""
-
-
-class Race(NamedTuple):
-    """Two collectives of one group that two threads issue in any order."""
-
-    other: Collective  # issued by a thread beside the main one
-    main: Collective
-    ranks: tuple[int, ...]  # that had collectives of both threads in flight at once
+"""Ranks whose records are looked at closely: each takes a while, and there may be thousands."""
 
 
 class PartingTags(NamedTuple):
@@ -177,7 +172,7 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[RecordMismatch]:
         mismatch.shift is first or mismatch.racing is not None for mismatch in mismatches
     ):
         return mismatches
-    if any(_overlaps(job.views[first.rank], key, first.number)):
+    if has_overlaps(job.views[first.rank], key, first.number):
         return mismatches  # the order of two threads is no shift
     earlier = [mismatch for mismatch in mismatches if mismatch.number < first.number]
     return [*earlier, _out_of_step(job, key, tracks, shifts, first)]
@@ -288,7 +283,7 @@ def _disagreement(
     answer: Disagree,
     shifts: Sequence[Shift],
 ) -> RecordMismatch:
-    racing = _racing(job, key, number, met, answer)
+    racing = find_race(job, key, number, met, answer)
     completed = all(op.state is State.COMPLETED for op in met.values())
     mismatch = RecordMismatch(
         key,
@@ -369,135 +364,6 @@ def _decide(
             been_here=lambda rank: job.views[rank].has_been_at(met[rank]),
         ),
     )
-
-
-def _racing(
-    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree
-) -> Race | None:
-    """Return two collectives that two threads had in flight at once, if nothing orders the threads
-    of the ranks that disagree.
-
-    Either ranks of both sides had the same two in flight at once. Or what differs is the thread
-    that came first: on one side the main thread, on the other side a library's thread, or one that
-    at least half of the ranks run and that was seen beside the main thread.
-    """
-    sides = [
-        [rank for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views]
-        for party in answer.parties[:2]
-    ]
-    seen = {rank: dict(_overlaps(job.views[rank], key, number)) for side in sides for rank in side}
-    on = tuple(sorted(rank for rank, pairs in seen.items() if pairs))
-    both = _in_flight_on_all_sides(sides, seen)
-    if both is not None:
-        return Race(*both, on)
-    beside, main = _by_thread(job, {rank: met[rank] for rank in seen if rank in met})
-    if not (beside and main):
-        return None
-    # a library's thread runs on all ranks, perhaps later
-    if all(map(_is_of_library, beside)) or _runs_beside_main(
-        job, key, number, seen, set(map(_issuing_lines, beside))
-    ):
-        return Race(beside[0], main[0], on)
-    return None
-
-
-def _by_thread(
-    job: JobIndex, ops: Mapping[int, Collective]
-) -> tuple[list[Collective], list[Collective]]:
-    """Return the collectives that other threads issued, and those that main threads did."""
-    main = {rank for rank, op in ops.items() if op.issue_thread == job.views[rank].main_thread}
-    return [ops[rank] for rank in ops if rank not in main], [
-        ops[rank] for rank in ops if rank in main
-    ]
-
-
-def _in_flight_on_all_sides(
-    sides: Sequence[Sequence[int]], seen: Mapping[int, _Overlaps]
-) -> tuple[Collective, Collective] | None:
-    """Return two collectives that ranks of every side had in flight at once."""
-    of_sides = [set().union(*(seen[rank] for rank in side)) for side in sides]
-    places = (place for _, pairs in sorted(seen.items()) for place in pairs)
-    both = next((place for place in places if all(place in side for side in of_sides)), None)
-    return next((pairs[both] for pairs in seen.values() if both in pairs), None)
-
-
-def _runs_beside_main(
-    job: JobIndex,
-    key: ChannelKey,
-    number: int,
-    seen: Mapping[int, _Overlaps],
-    places: Collection[Hashable],
-) -> bool:
-    """Return whether at least half of the ranks run a thread that issues collectives at one of
-    these places, and one of them had such a collective in flight beside one of the main thread.
-    """
-    running = [
-        rank for rank in seen if not _beside_main(job.views[rank], key, number).isdisjoint(places)
-    ]
-    overlapped = any(
-        _issuing_lines(other) in places for pairs in seen.values() for other, _ in pairs.values()
-    )
-    return overlapped and len(running) * 2 >= len(seen)
-
-
-def _is_of_library(op: Collective) -> bool:
-    """Return whether a library's own thread issued an op, without a line of the user's."""
-    # threads of the backward pass are ordered by the main thread
-    return not op.call_lines and any(
-        frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py"))
-        for frame in op.stack
-    )
-
-
-def _ops_near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
-    track = view.tracks.get(key) if view.dump is None else None  # dumps do not record threads
-    numbers = range(number - _NEAR, number + _NEAR) if track is not None else ()
-    return [
-        op
-        for n in numbers
-        if track is not None and (op := track.ops.get(n)) is not None and op.stack
-    ]
-
-
-def _issuing_lines(op: Collective) -> Hashable:
-    """Return the user's lines that issued an op; in a library's thread, all of its lines."""
-    return op.call_lines or tuple((frame.file, frame.line) for frame in op.stack)
-
-
-def _beside_main(view: RankView, key: ChannelKey, number: int) -> set[Hashable]:
-    """Return the places from which other threads than the main one issued collectives near a
-    number.
-    """
-    return {
-        _issuing_lines(op)
-        for op in _ops_near(view, key, number)
-        if op.issue_thread != view.main_thread
-    }
-
-
-def _overlaps(
-    view: RankView, key: ChannelKey, number: int
-) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
-    """Yield the collectives near a number that two Python threads of a rank had in flight at the
-    same time, and their places.
-    """
-    for own, other in combinations(_ops_near(view, key, number), 2):
-        if own.issue_thread != other.issue_thread and _is_inside(own, other.announced_ns):
-            pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
-            yield frozenset((_issuing_lines(own), _issuing_lines(other))), pair
-
-
-def _is_inside(op: Collective, at_ns: int) -> bool:
-    """Return whether the thread that issued a collective was inside its call, or inside the wait
-    for it, at a time.
-    """
-    spans = [(op.announced_ns, op.returned_ns)]
-    spans += (
-        [(op.wait_began_ns, op.wait_ended_ns)]
-        if op.wait_began_ns and op.wait_thread == op.issue_thread
-        else []
-    )
-    return any(began <= at_ns and (not ended or at_ns < ended) for began, ended in spans)
 
 
 def _departure(job: JobIndex, mismatch: RecordMismatch, answer: Disagree) -> Departure:

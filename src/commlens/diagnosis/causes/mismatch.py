@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from commlens.diagnosis.align.alignment import Race, RecordMismatch
+from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.align.call_paths import Path, part, path_of
 from commlens.diagnosis.align.out_of_step import SwappedOrder, find_swapped_orders, steps_ahead
 from commlens.diagnosis.align.routine import RANKS_MAX, count_rounds, with_next_line
+from commlens.diagnosis.align.thread_race import Race
 from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import WaitNode
