@@ -46,6 +46,9 @@ _RANKS_OF_A_SIDE = 16
 """Ranks whose records are looked at closely: each takes a while, and there may be thousands."""
 
 
+# --- why a message never meets its receive: ``messages`` finds it
+
+
 class PartingTags(NamedTuple):
     """The tags with which the two sides of a channel part."""
 
@@ -75,6 +78,9 @@ class Astray(NamedTuple):
     reason: PartingTags | UsualPeer | UsualDistance | None
 
 
+# --- what is found
+
+
 @dataclass
 class RecordMismatch:
     """Ranks that disagree under one sequence number of a channel, or a rank that is out of step
@@ -97,7 +103,11 @@ class RecordMismatch:
     racing: Race | None = None  # what two threads of each rank issue in any order
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
     astray: Astray | None = None  # the two never meet
-    refused: bool = False  # strict verification raised on these ranks before anything was sent
+
+    @property
+    def refused(self) -> bool:
+        """Whether strict verification raised on a rank before anything was sent."""
+        return any(op.state is State.FAILED and is_refusal(op.error) for op in self.ops.values())
 
     @property
     def tie(self) -> bool:
@@ -110,13 +120,17 @@ class RecordMismatch:
         return sorted(set(self.ops) - set(self.culprits))
 
     @property
+    def parts_ranks(self) -> bool:
+        """Return whether the ranks cannot go on together: they are out of step, or the backend
+        hangs, crashes or corrupts.
+        """
+        is_illegal = self.answer is not None and self.answer.severity is Severity.ILLEGAL
+        return self.shift is not None or is_illegal
+
+    @property
     def absorbs(self) -> bool:
         """Return whether later faults on the channel may follow from this one."""
-        return (
-            self.refused
-            or self.shift is not None
-            or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
-        )
+        return self.refused or self.parts_ranks
 
     def explains(self, number: int, absent: Sequence[int]) -> bool:
         """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent``
@@ -135,26 +149,18 @@ def align_records(job: JobIndex) -> list[RecordMismatch]:
     """
     mismatches = [mismatch for key in sorted(job.users) for mismatch in _align_channel(job, key)]
     mismatches += _pair_mismatches(job)
-    for mismatch in mismatches:
-        mismatch.refused = any(
-            op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values()
-        )
-    # caught by the program on all ranks, which continued: then it did no harm
-    return [
-        mismatch
-        for mismatch in mismatches
-        if not (
-            mismatch.refused
-            and all(_continued(job.views[rank], op) for rank, op in mismatch.ops.items())
-        )
-    ]
+    return [one for one in mismatches if not (one.refused and _all_continued(job, one.ops))]
 
 
-def _continued(view: RankView, op: Collective) -> bool:
-    if view.exit.kind == "clean":
-        return True
-    is_last = view.last_op is not None and view.last_op.index == op.index
-    return not view.exit.failed and not is_last
+def _all_continued(job: JobIndex, ops: Mapping[int, Collective]) -> bool:
+    """Return whether the program caught a refusal on all ranks, and continued: then it did no
+    harm.
+    """
+    return all(
+        view.exit.kind == "clean"
+        or (not view.exit.failed and view.last_op is not None and view.last_op.index != op.index)
+        for view, op in ((job.views[rank], op) for rank, op in ops.items())
+    )
 
 
 # --- collectives
@@ -192,9 +198,12 @@ def _disagreements(
         if not isinstance(answer, Disagree):
             continue
         mismatch = _disagreement(job, key, number, met, answer, shifts)
-        if not _count_as_repeat(mismatches, mismatch):
+        same = next((each for each in mismatches if _is_repeat(each, mismatch)), None)
+        if same is not None:
+            same.repeats += 1
+        else:
             mismatches.append(mismatch)
-        if mismatch.absorbs and not mismatch.silent:
+        if mismatch.parts_ranks and not mismatch.silent:
             break
     return mismatches
 
@@ -397,13 +406,18 @@ def _out_of_step(
     culprits = tuple(
         sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
     )
-    by: BlamedBy = "undecided" if tie else "majority"
-    mismatch = RecordMismatch(
-        key, job.channels[key], first.number, ops, None, culprits, by, shift=first
+    return RecordMismatch(
+        key,
+        job.channels[key],
+        first.number,
+        ops,
+        answer=None,
+        culprits=culprits,
+        blamed_by="undecided" if tie else "majority",
+        shift=first,
+        departure="" if tie else first.departure,
+        silent=not any(track.open for track in tracks.values()),
     )
-    mismatch.departure = "" if tie else first.departure
-    mismatch.silent = not any(track.open for track in tracks.values())
-    return mismatch
 
 
 def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
@@ -417,18 +431,8 @@ def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
     return False
 
 
-def _count_as_repeat(mismatches: Sequence[RecordMismatch], later: RecordMismatch) -> bool:
-    """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one
-    finding.
-    """
-    for earlier in mismatches:
-        if _is_repeat(earlier, later):
-            earlier.repeats += 1
-            return True
-    return False
-
-
 def _is_repeat(earlier: RecordMismatch, later: RecordMismatch) -> bool:
+    """Return whether two mismatches are one finding: a wrong reduce op comes in every step."""
     if earlier.answer is None or later.answer is None or earlier.shift is not None:
         return False
     # On a tie, a rank leaves its routine only the first time: from then on, the wrong collective is
@@ -453,17 +457,22 @@ def _pair_mismatches(job: JobIndex) -> Iterator[RecordMismatch]:
         for send, recv in pairs:
             answer = compare_pair(sender.rank, send.args, receiver.rank, recv.args)
             if isinstance(answer, Disagree):
-                yield _pair_mismatch(job, (sender.rank, send), (receiver.rank, recv), answer)
+                yield _pair_mismatch(job, sender.rank, send, receiver.rank, recv, answer)
                 break
 
 
 def _pair_mismatch(
-    job: JobIndex, sent: tuple[int, Collective], received: tuple[int, Collective], answer: Disagree
+    job: JobIndex,
+    sender: int,
+    send: Collective,
+    receiver: int,
+    recv: Collective,
+    answer: Disagree,
 ) -> RecordMismatch:
-    (sender, send), (receiver, recv) = sent, received
     key, ops = send.channel.key, {sender: send, receiver: recv}
     decision = by_routine([[sender], [receiver]], ranks_off_routine(job, ops)) or UNDECIDED
-    mismatch = RecordMismatch(
+    blocks = [block for rank in ops for block in job.views[rank].blocks.values()]
+    return RecordMismatch(
         key,
         job.channels[key],
         send.sequence_number,
@@ -472,13 +481,8 @@ def _pair_mismatch(
         culprits=decision.culprits or tuple(sorted(ops)),
         blamed_by=decision.by,
         pair=(send, recv),
+        silent=not any(block.op.index in (send.index, recv.index) for block in blocks),
     )
-    mismatch.silent = not any(
-        block.op.index in (send.index, recv.index)
-        for rank in ops
-        for block in job.views[rank].blocks.values()
-    )
-    return mismatch
 
 
 def pair_with_any_source(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:

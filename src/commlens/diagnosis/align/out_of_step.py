@@ -2,10 +2,16 @@
 everything after it pairs up wrongly. Find those, too, that once issued collectives of one shape in
 another order.
 
-Where the ops and the shapes agree, only the source lines and the optimizer steps show it: from some
-sequence number on, the rank issues what the others issue later. Lines may legally differ between
-ranks (``if rank == 0: ... else: ...``), so each line of the rank is first translated into the line
-of the others that it met before.
+Say all issue one all_reduce at each of the lines 20 to 23, and rank 1 skips line 21 once::
+
+    number     1   2   3   4   5   6
+    others    20  21  22  23  20  21
+    rank 1    20  22  23  20  21  22
+
+Where the ops and the shapes agree, nothing hangs, and only the source lines and the optimizer steps
+show it: from number 2 on, rank 1 is 1 collective ahead (:class:`Shift`). Lines may legally differ
+between ranks (``if rank == 0: ... else: ...``), so each line of the rank is first translated into
+the line of the others that it met before.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ order than their peers.
 
 Ranks use groups of one kind alike, such as the rows of a mesh, and come to the line of a message
 equally often. So ranks that have issued equally many collectives of each kind, and messages from
-one line, should continue with the same.
+one line, should continue with the same. Say that after 5 collectives in their row and 2 in their
+column, ranks 0-2 continued in their row and rank 3 in its column: rank 3 left the order.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def like_other_groups(
     return [
         side
         for side in sides
-        if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
+        if {_request(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
     ]
 
 
@@ -81,12 +82,12 @@ def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[i
     own = _votes_of(job, key, number)
     tracks = job.tracks_on(key)
     odd = {
-        _asked(tracks[rank].ops[number])
+        _request(tracks[rank].ops[number])
         for rank in ranks
         if rank in tracks and number in tracks[rank].ops
     }
     votes = _votes(job, key, number)
-    return votes.total() > own.total() and sum(votes[asked] for asked in odd) * 2 >= votes.total()
+    return votes.total() > own.total() and sum(votes[each] for each in odd) * 2 >= votes.total()
 
 
 def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
@@ -100,17 +101,16 @@ def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
 
 def _votes_of(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
     return Counter(
-        _asked(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops
+        _request(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops
     )
 
 
-def _asked(op: Collective) -> Hashable:
-    args = op.args
-    root = (
-        op.channel.group.ranks.index(args.root)
-        if args.root in op.channel.group.ranks
-        else args.root
-    )
+def _request(op: Collective) -> Hashable:
+    """Return what is equal for the same collective in two groups of one kind: its arguments, with
+    the root's place in the group, and its lines.
+    """
+    args, ranks = op.args, op.channel.group.ranks
+    root = ranks.index(args.root) if args.root in ranks else args.root
     return (args.op, args.inputs, args.outputs, args.reduce_op, root, op.call_lines)
 
 
@@ -125,7 +125,10 @@ def _find(
     found: dict[int, tuple[Collective, Collective]] = {}
     members = {member for key in keys for member in key[2]} & job.views.keys()
     for ops in _continued(job, sorted(members), own, len(used), line):
-        of_rank = {rank: _kind_of(op, kinds) for rank, op in ops.items()}
+        of_rank = {
+            rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
+            for rank, op in ops.items()
+        }
         usual = _usual(of_rank, len(job.views) if line is not None else len(ops))
         if usual is None:
             continue
@@ -168,10 +171,6 @@ def _continued(
     return following.values()
 
 
-def _kind_of(op: Collective, kinds: Mapping[ChannelKey, GroupKind]) -> GroupKind:
-    return _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
-
-
 def _usual(of_rank: Mapping[int, GroupKind], voters: int) -> GroupKind | None:
     """Return the kind with which most ranks continue; None if all do, or if no kind has a majority
     of the voters.
@@ -211,13 +210,19 @@ def _last_from(history: Sequence[Collective], line: Line | None) -> int:
     return next((op.sequence_number for op in reversed(history) if (op.op, op.source) == line), 0)
 
 
+_Kind = ChannelKey | Line | tuple[str, None]
+"""Of an op: its channel; of a message, its direction and line."""
+
+
 def _states(
     view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | None
 ) -> list[tuple[tuple[int, ...], Collective]]:
     """Return the ops of these channels, and the messages from the line, near the rank's first op in
-    flight.
+    flight, each with the state before it: how many ops the rank had issued, by kind.
 
-    With each op come the numbers of ops issued before, by kind; the messages are the last.
+    If the rank had issued 5 collectives in its row and 2 in its column, and continued in its row,
+    its row and its column, the result is ``[((5, 2), row #6), ((6, 2), row #7), ((7, 2), column
+    #3)]``. The messages from the line are the last of the numbers. Empty if one is not known.
     """
     keys = [own[kind] for kind in sorted(own)]
     tracks = list(map(view.tracks.get, keys))
@@ -226,21 +231,21 @@ def _states(
     if position is None:
         return []
     start, end = max(0, position - _BEFORE), min(len(view.history), position + _AFTER)
-    kinds: list[ChannelKey | tuple[str, Frame | None]] = [*keys, *filter(None, [line])]
-    places = {kind: place for place, kind in enumerate(kinds)}
-    ops = [
-        (place, op)
-        for op in view.history[start:end]
-        if (place := places.get(_place_key(op))) is not None
+    kinds: list[_Kind] = [*keys, *filter(None, [line])]
+    ops: list[tuple[int, Collective]] = []  # with the places of their kinds
+    for op in view.history[start:end]:
+        kind: _Kind = (op.op, op.source) if op.is_point_to_point else op.channel.key
+        if kind in kinds:
+            ops.append((kinds.index(kind), op))
+    firsts = {place: op.sequence_number for place, op in reversed(ops)}
+    counts = [
+        firsts[place] - 1
+        if place in firsts
+        else _issued(view, track, at_end=end == len(view.history))
+        for place, track in enumerate(tracks)
     ]
-    counts = [-1] * len(places)
-    for place, op in reversed(ops):
-        counts[place] = op.sequence_number - 1
-    for place, track in enumerate(tracks):
-        if counts[place] < 0:
-            counts[place] = _issued(view, track, at_end=end == len(view.history))
-    if line is not None and not (view.wrapped and counts[-1] >= 0):
-        counts[-1] = _issued_from(view, line, start)
+    if line is not None:
+        counts.append(_issued_from(view, line, start, firsts.get(len(keys), 0)))
     if -1 in counts:
         return []
     states = []
@@ -248,10 +253,6 @@ def _states(
         states.append((tuple(counts), op))
         counts[place] = op.sequence_number
     return states
-
-
-def _place_key(op: Collective) -> ChannelKey | tuple[str, Frame | None]:
-    return (op.op, op.source) if op.is_point_to_point else op.channel.key
 
 
 def _first_in_flight(
@@ -281,8 +282,16 @@ def _issued(view: RankView, track: Track | None, *, at_end: bool) -> int:
     return track.last if at_end else -1
 
 
-def _issued_from(view: RankView, line: Line, start: int) -> int:
+def _issued_from(view: RankView, line: Line, start: int, first: int) -> int:
     """Return the number of the last message from a line before record ``start``; 0 if there is
     none, -1 if that is not known.
+
+    Args:
+        view: of the rank.
+        line: of the messages.
+        start: the first of the compared records.
+        first: number of the first message among these; 0 if there is none.
     """
+    if view.wrapped and first:
+        return first - 1
     return _last_from(view.history[:start], line) or (-1 if view.wrapped else 0)

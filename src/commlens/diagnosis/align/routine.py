@@ -3,6 +3,11 @@ line.
 
 Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This
 breaks ties that a comparison with the other ranks cannot, such as between the two ranks of a pair.
+
+A history is written as a text with one character for each different op, such as ``abbcabbcab``:
+after the last ``ab``, the longest earlier contexts were followed by ``b``. So a rank that issues
+``b`` next follows its routine, and one that issues ``c`` or a new op leaves it; but not if ``b`` is
+a loop over layers, which ends at some time, or ``c`` a checkpoint, which comes every n-th time.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ from commlens.model.cause import LastAtLine, Rounds
 from commlens.model.collective import Collective
 from commlens.text import frame_phrase
 
-_CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
-_LOOK_BACK = 4096
+_CONTEXTS = (64, 32, 16, 8, 4, 2, 1)  # ops before one that are looked for in the history
+_LOOK_BACK = 4096  # records of a rank that are its history
 _SEEN = 2  # times that a context must have been seen: once is no routine
 _REPEATS = 3
 """Times that a stretch of collectives must have been repeated to be a routine, where no optimizer
@@ -41,6 +46,9 @@ new then leaves the routine.
 """
 
 _TokensOf = Callable[[Sequence[Collective]], Iterable[Hashable]]
+
+
+# --- a history as a text
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
@@ -113,7 +121,7 @@ class _Text(NamedTuple):
     ops: Sequence[Collective]
     text: str
 
-    def leaves_routine(self, position: int) -> bool | None:
+    def leaves_at(self, position: int) -> bool | None:
         """Return whether the rank leaves its routine with the op at ``position``; None if its
         history does not decide.
         """
@@ -123,11 +131,11 @@ class _Text(NamedTuple):
             return None
         return not follows
 
-    def departure(self, positions: Iterable[int]) -> int | None:
+    def first_departure(self, positions: Iterable[int]) -> int | None:
         """Return the first of these positions at which the rank leaves its routine; None if it
         keeps it.
         """
-        return next((position for position in positions if self.leaves_routine(position)), None)
+        return next((position for position in positions if self.leaves_at(position)), None)
 
 
 def leaves_routine(view: RankView, op: Collective) -> bool | None:
@@ -136,7 +144,7 @@ def leaves_routine(view: RankView, op: Collective) -> bool | None:
     if position is None:
         return None
     ops = view.history[: position + 1]
-    return _Text(view, ops, _as_text(map(token, ops))).leaves_routine(position)
+    return _Text(view, ops, _as_text(map(token, ops))).leaves_at(position)
 
 
 def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
@@ -278,7 +286,7 @@ def _as_text(tokens: Iterable[Hashable]) -> str:
 
 
 def _texts(view: RankView, ops: Sequence[Collective]) -> tuple[str, str]:
-    """Return one character for each op of a rank: of its token, and of its loose token.
+    """Return a rank's ops as a text twice: by their tokens, and by their loose tokens.
 
     A dump holds few steps, in which not all ways to a line may have been repeated: there, the loose
     one is without the lines.
@@ -290,6 +298,7 @@ def _texts(view: RankView, ops: Sequence[Collective]) -> tuple[str, str]:
         if parts not in known:
             known[parts] = token(op)
         tokens.append(known[parts])
+    # the last part of a token is the sizes, the one before it the lines
     loose = [one[: -1 if view.dump is None else -2] for one in tokens]
     return _as_text(tokens), _as_text(loose)
 
@@ -312,7 +321,7 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
     else:
         since = max(1, len(ops) // 2, len(ops) - 64)
     for text in _texts(view, ops):
-        position = _Text(view, ops, text).departure(range(since, len(ops)))
+        position = _Text(view, ops, text).first_departure(range(since, len(ops)))
         if position is not None:
             expected, _ = _expected(text, position, sure=view.has_routine(ops[position]))
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
@@ -337,11 +346,16 @@ def expected_next(view: RankView) -> Collective | None:
 def ever_leaves_routine(view: RankView) -> bool:
     """Return whether a rank left its routine anywhere in its records."""
     ops = view.history[-_LOOK_BACK:]
-    return _Text(view, ops, _texts(view, ops)[0]).departure(range(1, len(ops))) is not None
+    return _Text(view, ops, _texts(view, ops)[0]).first_departure(range(1, len(ops))) is not None
+
+
+# --- the loop in which a rank ended
 
 
 class Loop(NamedTuple):
-    """The ops that a rank repeats, up to its last one."""
+    """The ops that a rank repeats, up to its last one: of ``xyzabcabcab``, the round ``abc``, 2
+    whole rounds, and 2 more ops.
+    """
 
     round: list[Collective]  # the latest op of each place in it, the first place first
     rounds: int  # that are whole
@@ -401,6 +415,9 @@ def _is_within_steps(ops: Sequence[Collective], period: int) -> bool:
     return all(len(step) == 1 for step in steps) and len(set().union(*steps)) == len(steps)
 
 
+# --- ranks that disagree
+
+
 def ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that do here what they never did before in this place; none if all of them
     do.
@@ -435,11 +452,13 @@ def _leaves_routine_near(
         before = range(here - 1, first - 1, -1)
         first = next((i + 1 for i in before if recent[i].channel.key == op.channel.key), first)
     text = _as_text(tokens_of(recent))
-    return _Text(view, recent, text).departure(range(first, here + 1)) is not None
+    return _Text(view, recent, text).first_departure(range(first, here + 1)) is not None
 
+
+# --- how far ranks got at a line
 
 RANKS_MAX = 256
-"""So many ranks are counted where there may be many lines to count at."""
+"""In larger jobs, ranks are not counted where there may be many lines to count at."""
 
 
 def count_rounds(job: JobIndex, op: Collective, *, of_all: bool = False) -> Rounds | None:
@@ -463,8 +482,8 @@ def count_rounds(job: JobIndex, op: Collective, *, of_all: bool = False) -> Roun
 
 
 def with_next_line(job: JobIndex, rounds: Rounds, ops: Mapping[int, Collective]) -> Rounds:
-    """Return rounds with the line to which the ranks went on that got less far, if it is new to
-    them, and the optimizer steps of all.
+    """Return rounds with the line to which the ranks went on that got least far, if it is new to
+    them, and with the optimizer steps of all ranks, if they did equally many.
 
     Args:
         job: the indexed ranks.
