@@ -27,7 +27,8 @@ from commlens.diagnosis.causes.whole_job import find_hazards, find_unexplained, 
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks, say_of_all, without_others
 from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance
-from commlens.diagnosis.index.job_index import JobIndex, index_logs
+from commlens.diagnosis.index.job_index import JobIndex
+from commlens.diagnosis.index.log_index import index_logs
 from commlens.diagnosis.index.nodes import nodes_of, whereabouts
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.words import told_by_logs, whole_job

@@ -11,7 +11,8 @@ from commlens.diagnosis.align.alignment import RecordMismatch, align_records
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.mismatch import find_mismatches, find_swapped
 from commlens.diagnosis.graph.build import build_wait_graph
-from commlens.diagnosis.index.job_index import JobIndex, index_logs
+from commlens.diagnosis.index.job_index import JobIndex
+from commlens.diagnosis.index.log_index import index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.words.describe import describe
 from commlens.diagnosis.words.finding import finding_of, locate

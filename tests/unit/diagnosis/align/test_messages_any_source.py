@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from builders import Job, recv, send
 
 from commlens.diagnosis.align.alignment import pair_with_any_source
-from commlens.diagnosis.index.job_index import index_logs
+from commlens.diagnosis.index.log_index import index_logs
 
 
 def test_a_receive_from_any_source_is_paired_with_the_message_that_it_took() -> None:

@@ -11,7 +11,7 @@ from judging import judge
 from commlens.diagnosis.align.routine import ever_leaves_routine, find_loop, follows_history
 from commlens.diagnosis.examine import diagnose_logs, examine_dumps
 from commlens.diagnosis.index.columns import reduce_all
-from commlens.diagnosis.index.job_index import index_logs
+from commlens.diagnosis.index.log_index import index_logs
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.collective import Frame
 from commlens.model.verdict import Finding

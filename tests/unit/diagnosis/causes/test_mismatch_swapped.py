@@ -8,7 +8,7 @@ import pytest
 from builders import Job, Step, all_reduce
 
 from commlens.diagnosis.causes.mismatch import SwappedCase, find_swapped
-from commlens.diagnosis.index.job_index import index_logs
+from commlens.diagnosis.index.log_index import index_logs
 
 
 def swapped(size: int, odd: int | None) -> list[SwappedCase]:

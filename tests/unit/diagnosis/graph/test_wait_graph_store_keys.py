@@ -7,7 +7,7 @@ import pytest
 from starting_ranks import in_store, init, rank, verdict, wrote
 
 from commlens.diagnosis.graph.wait_graph import expected_writer
-from commlens.diagnosis.index.job_index import index_logs
+from commlens.diagnosis.index.log_index import index_logs
 
 
 def test_a_key_with_the_ranks_own_number_is_that_ranks() -> None:
