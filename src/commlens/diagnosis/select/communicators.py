@@ -1,10 +1,14 @@
-"""Join what NCCL itself told with the ranks' records.
+"""Join what NCCL's plugin told with the ranks' records.
 
-A call that torch made is one record: NCCL was called by the same thread, between the record's
-beginning and its end. That needs no names. A communicator of which no record tells is a group that
-the program made by hand, such as vLLM's pynccl or CuPy make them: all members know its hash. The
-collectives that CUDA graphs launch on it are those of a second group: nothing orders them among the
-calls of hosts.
+A record says that thread 71 of rank 0 was inside torch's ``all_reduce`` from 10.0 to 10.4 ms. The
+plugin says that thread 71 called ``AllReduce`` number 7 of communicator 5f3a at 10.2 ms, and that
+its kernel has ended: so the record is of this communicator, and its collective has completed. That
+needs no names.
+
+A communicator of which no rank has such a record was made past torch, as vLLM's pynccl or CuPy make
+theirs. It becomes a group made by hand, whose members all know its hash, and each call a record.
+The collectives that CUDA graphs launch on it are those of a second group: nothing orders them among
+the calls of hosts.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -67,6 +71,13 @@ _DTYPES: Final = {
 }
 
 
+class _Part(NamedTuple):
+    """The collectives of a communicator that hosts called, or those that CUDA graphs launched."""
+
+    hash: str
+    of_graphs: bool
+
+
 def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
     """Return the logs with what NCCL told: in the records of calls that torch made, and as records
     of groups made by hand for the communicators of which no rank has such a record.
@@ -74,18 +85,22 @@ def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
     told = [log.nccl for log in logs if log.nccl is not None]
     if not told:
         return list(logs)
-    placed = [_Placed(log) for log in logs]
-    torchs = {comm for each in placed for comm in each.torchs}
+    ranks = [_RankWithNccl(log) for log in logs]
+    of_torch = {each for rank in ranks for each in rank.of_torch}
+    mixed = _mixed(told) - of_torch
     used = {
-        (comm.hash, of_graphs)
+        _Part(comm.hash, of_graphs)
         for each in told
         for comm in each.communicators
         for of_graphs in (False, True)
-        if _used(comm, of_graphs)
+        if _collectives_of(comm, of_graphs) and comm.hash not in of_torch | mixed
     }
-    mixed = _mixed(told) - torchs
-    used = {each for each in used if each[0] not in torchs | mixed}
-    return [each.joined(used, mixed) for each in placed]
+    return [rank.joined(used, mixed) for rank in ranks]
+
+
+def _collectives_of(comm: NcclCommunicator, of_graphs: bool) -> int:
+    """Return how many collectives were called, or were launched by graphs."""
+    return comm.replayed if of_graphs else comm.collectives
 
 
 def _mixed(told: Iterable[NcclRecord]) -> set[str]:
@@ -103,12 +118,16 @@ def _mixed(told: Iterable[NcclRecord]) -> set[str]:
     }
 
 
-class _Placed:
-    """What NCCL told a rank, placed in the records of its calls."""
+# --- one rank
+
+
+class _RankWithNccl:
+    """A rank's records, and what NCCL told of the calls in them."""
 
     def __init__(self, log: RankLog) -> None:
         self._log = log
         self._in_records: dict[int, list[NcclOp]] = defaultdict(list)
+        """By index of a record: the operations that its call made."""
         self._cut: set[int] = set()
         """The records of calls of which NCCL may have told only a part."""
         device = [op for op in log.collectives if op.channel.runs_ahead]
@@ -116,24 +135,28 @@ class _Placed:
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
         self._tells_of_graphs = log.nccl is not None and log.nccl.level != "calls"
-        self._comms = [each for each in communicators if _is_sound(each) and not each.closed_ns]
-        self.torchs: set[str] = set()
+        self._comms = [
+            comm
+            for comm in communicators
+            if 1 < comm.size <= _SIZE_MAX and 0 <= comm.rank < comm.size and not comm.closed_ns
+        ]
+        self.of_torch: set[str] = set()
         """The hashes of the communicators that torch made."""
         for comm in self._comms:
             self._place(comm, calls)
-            if _is_torchs(comm, groups, log.rank):
-                self.torchs.add(comm.hash)
+            if _has_torchs_name(comm, groups, log.rank):
+                self.of_torch.add(comm.hash)
 
     def _place(self, comm: NcclCommunicator, calls: _CallsByThread) -> None:
         """Place a communicator's operations in the records of the calls that made them."""
         placed: dict[int, list[NcclOp]] = defaultdict(list)
-        known = {False: {0}, True: {0}}
+        known = {False: {0}, True: {0}}  # numbers of collectives, and of messages
         for op in comm.ops:
             if op.is_replay:
                 continue
             if (record := calls.record_of(op, comm, self._log.rank)) is not None:
                 placed[record.index].append(op)
-                self.torchs.add(comm.hash)
+                self.of_torch.add(comm.hash)
             if not op.captured:
                 known[op.is_message].add(op.number)
         for index, ops in placed.items():
@@ -141,42 +164,40 @@ class _Placed:
             if _may_be_cut(ops, comm, known):
                 self._cut.add(index)
 
-    def joined(self, used: Collection[tuple[str, bool]], mixed: Collection[str]) -> RankLog:
+    def joined(self, used: Collection[_Part], mixed: Collection[str]) -> RankLog:
         """Return the log with all that.
 
         Args:
-            used: the hashes of the communicators past torch of which a rank has called a
-                collective, each with False, and of those of which a rank's graphs have launched
-                one, with True.
+            used: of the communicators past torch, the parts of which any rank has a collective.
             mixed: the hashes of those whose calls and launches have other numbers on each rank.
         """
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
         for comm in self._comms:
             for of_graphs in (False, True) if self._tells_of_graphs else (False,):
-                if (comm.hash, of_graphs) not in used:
+                if _Part(comm.hash, of_graphs) not in used:
                     continue
-                group = _group_of(comm, of_graphs)
-                channel = Channel(group, "cuda", runs_ahead=True, completion=BY_PLUGIN)
+                channel = _channel_of(comm, of_graphs)
                 added += _records_of(comm, channel, self._log, of_graphs)
-                unused += [] if _used(comm, of_graphs) else [group]
+                if not _collectives_of(comm, of_graphs):
+                    unused.append(channel.group)  # other ranks use it
             if comm.hash in mixed:
-                channel = Channel(_group_of(comm, False), "cuda", True, BY_PLUGIN)
-                added += _newest_of_both(comm, channel, self._log)
-        return self._with_more(added, unused)
-
-    def _with_more(self, added: Sequence[Collective], unused: list[ProcessGroup]) -> RankLog:
-        log, told = self._log, self._in_records
-        if not (told or added or unused):
-            return log
+                added += _newest_of_both(comm, self._log)
+        if not (self._in_records or added or unused):
+            return self._log
         known = [
-            _enriched(op, told.get(op.index), log.captured_ns, is_cut=op.index in self._cut)
-            for op in log.collectives
+            _enriched(
+                op,
+                self._in_records.get(op.index),
+                self._log.captured_ns,
+                is_cut=op.index in self._cut,
+            )
+            for op in self._log.collectives
         ]
         return msgspec.structs.replace(
-            log,
+            self._log,
             collectives=_merged(known, added),
-            issued=log.issued + len(added),
+            issued=self._log.issued + len(added),
             unused_groups=unused,
         )
 
@@ -227,11 +248,6 @@ class _CallsByThread:
         return record if _has_place(comm, record.channel.group, rank) else None
 
 
-def _is_sound(comm: NcclCommunicator) -> bool:
-    """Return whether a communicator has other ranks, too, and a place for this one."""
-    return 1 < comm.size <= _SIZE_MAX and 0 <= comm.rank < comm.size
-
-
 def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
     """Return whether a rank has its place in a communicator in a group, too. The members of groups
     made by hand are known by their place only.
@@ -242,7 +258,7 @@ def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
     return len(ranks) == comm.size and ranks[comm.rank] == rank
 
 
-def _is_torchs(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int) -> bool:
+def _has_torchs_name(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int) -> bool:
     """Return whether a communicator has the name that torch gives that of a group with records:
     the group's, perhaps behind its description.
     """
@@ -252,28 +268,21 @@ def _is_torchs(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int
     )
 
 
-def _tells_of_launches(comm: NcclCommunicator) -> bool:
-    """Return whether NCCL tells of the kernels that graphs launch, and not of a graph only as it is
-    captured.
-    """
-    return not comm.replayed or any(op.is_replay and op.started_on for op in comm.ops)
+# --- communicators past torch
 
 
-def _used(comm: NcclCommunicator, of_graphs: bool) -> int:
-    """Return how many collectives were called, or were launched by graphs."""
-    return comm.replayed if of_graphs else comm.collectives
-
-
-def _group_of(comm: NcclCommunicator, of_graphs: bool) -> ProcessGroup:
-    name = f"{comm.hash} {_OF_GRAPHS}" if of_graphs else comm.hash
-    label = f"NCCL communicator {comm.name or comm.hash}"
-    return ProcessGroup(
+def _channel_of(comm: NcclCommunicator, of_graphs: bool) -> Channel:
+    """Return the channel of a communicator that torch did not make, or of its part in graphs."""
+    suffix = f" {_OF_GRAPHS}" if of_graphs else ""
+    name = f"{comm.hash}{suffix}"
+    group = ProcessGroup(
         name,
         (),
-        f"{label} {_OF_GRAPHS}" if of_graphs else label,
+        f"NCCL communicator {comm.name or comm.hash}{suffix}",
         "nccl",
         hand_made=HandMade(comm.rank, comm.size, f"{NCCL_STORE}{name}"),
     )
+    return Channel(group, "cuda", runs_ahead=True, completion=BY_PLUGIN)
 
 
 def _records_of(
@@ -300,7 +309,7 @@ def _records_of(
             yield _enriched(record, told, log.captured_ns, is_cut=False)
 
 
-def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> Iterator[Collective]:
+def _newest_of_both(comm: NcclCommunicator, log: RankLog) -> Iterator[Collective]:
     """Yield the collective in which the device is, else the last one that it ended, numbered among
     calls and launches together; none if nothing tells which one that is.
     """
@@ -312,10 +321,17 @@ def _newest_of_both(comm: NcclCommunicator, channel: Channel, log: RankLog) -> I
         op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)
     ]
     if (op := _newest(ran, waiting)) is not None:
-        record = _record_of(op, channel)
+        record = _record_of(op, _channel_of(comm, of_graphs=False))
         ended = comm.collectives + comm.replayed - len(waiting)
         record.sequence_number = ended + bool(waiting)
         yield _enriched(record, [op], log.captured_ns, is_cut=False)
+
+
+def _tells_of_launches(comm: NcclCommunicator) -> bool:
+    """Return whether NCCL tells of the kernels that graphs launch, and not of a graph only as it is
+    captured.
+    """
+    return not comm.replayed or any(op.is_replay and op.started_on for op in comm.ops)
 
 
 def _is_whole(told: NcclRecord | None) -> bool:
@@ -350,6 +366,9 @@ def _record_of(op: NcclOp, channel: Channel) -> Collective:
         returned_ns=op.returned_ns or op.called_ns,
         issue_thread=op.thread,
     )
+
+
+# --- what NCCL told of a record
 
 
 def _enriched(
@@ -403,6 +422,9 @@ def _merged(records: Sequence[Collective], added: Sequence[Collective]) -> list[
         index += 1
         merged.append(msgspec.structs.replace(op, index=index, step=step))
     return merged
+
+
+# --- the communicators of a group
 
 
 def hashes_of(groups: Iterable[Sequence[int]], logs: Iterable[RankLog]) -> set[str]:

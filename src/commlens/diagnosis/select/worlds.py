@@ -1,8 +1,13 @@
 """Find the members of groups that programs made by hand, and join the worlds that meet in them.
 
-A process knows such a group by its store, its size, and its own rank in it. Processes that tell the
-same store and size are members of one group: vLLM, SGLang and torchft make their groups so, and no
-process tells the global ranks of the others. This is passive: nothing is asked of the job.
+A trainer of 4 ranks and a vLLM server of 2 have default groups of their own: two worlds. To send
+weights, the trainer's rank 0 and both servers make a group: each calls a function of vLLM with the
+store ``localhost:29600``, the size 3 and its own rank in the group. So processes that tell the same
+store and size are its members, and no process tells the global ranks of the others. The processes
+of both worlds are numbered: 0 to 3 and 4 to 5; the group is that of 0, 4 and 5.
+
+If one of the members is not known, it is presumed to be the rank of the world that all others show
+it to be, or gets a number of its own, beyond all worlds: an outsider.
 """
 
 from __future__ import annotations
@@ -82,8 +87,8 @@ def worlds_of(runs: Sequence[Sequence[RankLog]], sizes: Sequence[int]) -> Worlds
 class _Claim(NamedTuple):
     """A process that says which member of a group it is."""
 
-    member: int
-    number: int
+    member: int  # its rank in the group
+    number: int  # of the process, among those of all worlds
     has_ended: bool
 
 
@@ -93,36 +98,39 @@ class _Groups:
     def __init__(self, runs: Sequence[Sequence[RankLog]], worlds: Sequence[JobWorld]) -> None:
         self.outsiders: list[Outsider] = []
         self.presumed: list[Outsider] = []
+        self.size = worlds[-1].first + worlds[-1].size
+        self.has_several_worlds = len(worlds) > 1
+        self._next = self.size  # number of the next outsider
+        self._worlds = dict(zip(worlds, runs, strict=True))
         self._channels: dict[tuple[Channel, JobWorld, int], Channel] = {}
+        # by group and the number of a process in it: its members, since processes may disagree
         self._ranks: dict[tuple[StoreIdentity, int], tuple[int, ...]] = {}
+        # by rank beyond the size of its world: its number
+        self._beyond: dict[tuple[JobWorld, int], int] = {}
         claims: dict[StoreIdentity, list[_Claim]] = defaultdict(list)
         labels: dict[StoreIdentity, str] = {}
-        for logs, world in zip(runs, worlds, strict=True):
+        for world, logs in self._worlds.items():
             for log in logs:
                 for made, label in _made_by(log).items():
                     identity = identity_of(log, made)
                     number, has_ended = world.first + log.rank, log.observation.has_ended
                     claims[identity].append(_Claim(made.member, number, has_ended))
                     labels[identity] = label
-        self._next = self.size = worlds[-1].first + worlds[-1].size
-        self._beyond: dict[tuple[JobWorld, int], int] = {}
-        self._worlds = dict(zip(worlds, runs, strict=True))
-        self.has_several_worlds = len(worlds) > 1
-        self._waiting = {
+        # of groups of which a member is not known
+        self._incomplete = {
             claim.number
             for identity, known in claims.items()
             if len(known) < identity.size
             for claim in known
         }
         times = Counter(labels.values())
-        # whole groups first: of the others, they tell who is missing
+        # complete groups first: they show which ranks a world's groups have
         for identity in sorted(claims, key=lambda each: (len(claims[each]) < each.size, each)):
-            label = labels[identity]
+            label, known = labels[identity], claims[identity]
             if identity.store:
-                name = label if times[label] == 1 else identity.store
-                self._place_members(identity, claims[identity], name)
-            else:
-                for claim in claims[identity]:
+                self._place_members(identity, known, label if times[label] == 1 else identity.store)
+            else:  # nothing shows which of these processes meet
+                for claim in known:
                     self._place_members(identity, [claim], label)
 
     def _place_members(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
@@ -143,13 +151,14 @@ class _Groups:
     def _members(
         self, identity: StoreIdentity, known: Mapping[int, int], label: str
     ) -> tuple[int, ...]:
+        """Return the numbers of all members of a group, of which some are known."""
         ranks = dict(known)
         missing = [member for member in range(identity.size) if member not in known]
         # all members of a communicator have come to it: one that is not known is not recorded
         may_come = bool(missing) and not identity.store.startswith(NCCL_STORE)
         world = self._world_of(identity.size, known) if may_come else None
         for member in missing:
-            if world is not None and world.first + member not in self._waiting:
+            if world is not None and world.first + member not in self._incomplete:
                 ranks[member], kind = world.first + member, self.presumed
             else:
                 ranks[member], kind = self._next, self.outsiders
