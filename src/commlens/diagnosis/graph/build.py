@@ -1,5 +1,15 @@
 """Build the wait-for graph: start at each stuck thread, and add an edge to each rank or thread that
 it waits for.
+
+Say ranks 0 and 1 wait in ``all_reduce #7``, and rank 2 has not issued it, because it waits for a
+message of rank 3, which loads data. Then::
+
+    wait 0 --> at all_reduce #7 --> wait 2 --> absent 3
+    wait 1 ------^
+
+Of each thread, the edge is found from its op: a collective waits for the ranks that have not issued
+it, a message for its peer, a key of the store for its writer. A rank that is stuck itself becomes
+the node of its thread, which is followed in turn.
 """
 
 from __future__ import annotations
@@ -13,6 +23,7 @@ from commlens.diagnosis.index.job_index import (
     BlockedThread,
     JobIndex,
     RankView,
+    Track,
     find_counterpart,
     has_issued,
     is_queued,
@@ -21,11 +32,11 @@ from commlens.diagnosis.index.job_index import (
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, Frame, State
+from commlens.model.grouping import grouped
 
 _EDGES_MAX = 1_000_000
 _EDGES_PER_RANK = 64
-"""Most ranks in all collectives that threads wait in: the first number, and the second for each
-rank.
+"""The graph may have as many edges as both allow together; beyond, it is incomplete.
 
 The product of ranks and different collectives is small in a real hang, since all ranks wait in a
 few. In damaged or mixed evidence, each rank may wait in one of its own.
@@ -84,23 +95,24 @@ class _Arrivals:
 
 
 class _GraphBuilder:
+    """Follows threads to what they wait for, and collects the nodes and edges on the way."""
+
     def __init__(self, job: JobIndex, mismatches: list[RecordMismatch]) -> None:
         self.job = job
         self.graph = Graph(unlisted=job.unlisted)
         self.mismatches = mismatches
-        self._mismatches_by_channel: dict[ChannelKey, list[int]] = {}
-        self._pair_mismatches: dict[int, int] = {}  # id of a send or receive: index of its mismatch
-        for i, mismatch in enumerate(mismatches):
-            if mismatch.pair is not None:
-                for op in mismatch.pair:
-                    self._pair_mismatches[id(op)] = i
-            else:
-                self._mismatches_by_channel.setdefault(mismatch.key, []).append(i)
+        # the indices of mismatches: of collectives, and of messages by id of the send and receive
+        self._mismatches_by_channel = grouped(
+            (mismatch.key, i) for i, mismatch in enumerate(mismatches) if mismatch.pair is None
+        )
+        self._pair_mismatches = {
+            id(op): i for i, mismatch in enumerate(mismatches) for op in mismatch.pair or ()
+        }
         self._instance_indices: dict[tuple[str, Instance], int] = {}
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
         # In logs, a rank that prints nothing is not missing.
         self._dumped = {rank for rank, view in job.views.items() if not view.is_log}
-        self._todo: list[tuple[RankView, BlockedThread]] = []
+        self._todo: list[tuple[RankView, BlockedThread]] = []  # threads to follow
         self._members = 0  # of all collectives in self._arrivals_of
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
 
@@ -152,6 +164,7 @@ class _GraphBuilder:
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: BlockedThread) -> None:
+        """Add the node of a blocked thread, and its edges."""
         node = WaitNode("wait", view.rank, block.thread)
         if node in self.graph.blocks or self._caused_refusals(block.op):
             return
@@ -184,14 +197,12 @@ class _GraphBuilder:
     # --- collectives
 
     def _follow_collective(self, view: RankView, node: WaitNode, op: Collective) -> None:
+        """Add the edge to a collective, or to an earlier one of the channel that ranks hold up: an
+        op behind an incomplete one waits for that one.
+        """
         key = op.channel.key
-        track = view.tracks.get(key)
-        earlier = (
-            [track.ops.get(n) for n in track.open if n < op.sequence_number]
-            if track is not None
-            else []
-        )
-        # An op behind an incomplete one of its channel waits for that one.
+        track = view.tracks.get(key) or Track()
+        earlier = (track.ops.get(n) for n in track.open if n < op.sequence_number)
         for candidate in [*filter(None, earlier), op]:
             if self._add_collective(view, node, key, candidate, last=candidate is op):
                 return
@@ -208,18 +219,14 @@ class _GraphBuilder:
         number = op.sequence_number
         edge = self._edge(op, Instance(key, number), view)
         arrivals = self._arrivals(key, number, op.announced_ns)
-        mismatch = self._mismatch(key, number, arrivals.absent)
-        if mismatch is not None:
-            self.graph.add(node, WaitNode("mismatch", -1, mismatch), edge)
-            return True
+        for i in self._mismatches_by_channel.get(key, ()):
+            if self.mismatches[i].explains(number, arrivals.absent):
+                self.graph.add(node, WaitNode("mismatch", -1, i), edge)
+                return True
         if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
-            late = [
-                rank
-                for _, rank in arrivals.refused[
-                    bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :
-                ]
-            ]
-            for member in late:
+            # the ranks that came only after this one had been refused
+            late = arrivals.refused[bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :]
+            for _, member in late:
                 self.graph.add(node, WaitNode("absent", member), edge)
             if late:
                 return True
@@ -280,11 +287,10 @@ class _GraphBuilder:
         arrivals.refused.sort()
         return arrivals
 
-    def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
-        known = self._mismatches_by_channel.get(key, ())
-        return next((i for i in known if self.mismatches[i].explains(number, absent)), None)
+    # --- keys of the store
 
     def _follow_key(self, view: RankView, node: WaitNode, op: Collective) -> None:
+        """Add the edge to the rank that should write a key, if the records show it."""
         edge = self._edge(op, Instance(op.channel.key, op.sequence_number), view)
         writer = expected_writer(self.job, op)
         if writer is None:
@@ -301,6 +307,7 @@ class _GraphBuilder:
     # --- point to point
 
     def _follow_message(self, view: RankView, node: WaitNode, op: Collective) -> None:
+        """Add the edge to what holds up a message: its mismatch, its peer, or nothing known."""
         key = op.channel.key
         if op.peer is None:
             self._follow_any_source(view, node, op)
@@ -336,7 +343,8 @@ class _GraphBuilder:
     def _find_match(
         self, view: RankView, other: RankView, key: ChannelKey, op: Collective
     ) -> Collective | None:
-        if not op.sequence_number:
+        """Return the other side of a message; None if the peer has not issued it."""
+        if not op.sequence_number:  # of a batch: the peer's newest one may be the other side
             back = "recv" if op.op == "send" else "send"
             theirs = other.pairs.get((key, view.rank, back), [])
             return theirs[-1] if theirs and theirs[-1].index in other.open_pairs else None
@@ -344,6 +352,7 @@ class _GraphBuilder:
             pairs = pair_with_any_source(other, view, key)
             return next((send for send, recv in pairs if recv is op), None)
         pairs = pair_with_any_source(view, other, key)
+        # a receive from any source that is still in flight may take it
         last = next(reversed(from_any(other, key)), None)
         met = next((recv for send, recv in pairs if send is op), None)
         return met or (last if last is not None and last.index in other.open_pairs else None)
@@ -363,6 +372,7 @@ class _GraphBuilder:
     # --- absent ranks
 
     def _wait_for_rank(self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge) -> None:
+        """Add the edge to a rank that has not issued its side on a channel."""
         if other.died:
             self.graph.add(node, WaitNode("dead", other.rank), edge)
         else:

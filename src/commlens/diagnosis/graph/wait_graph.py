@@ -36,7 +36,9 @@ class WaitNode(NamedTuple):
 
 
 class Instance(NamedTuple):
-    """One collective on all of its ranks, or one message. Sorts by channel and sequence number."""
+    """One collective on all of its ranks, or one message: ``all_reduce #7`` of a channel, of which
+    each rank has a record of its own. Sorts by channel and sequence number.
+    """
 
     key: ChannelKey
     number: int
@@ -212,6 +214,7 @@ def _shortest_cycle_from(
     """Search breadth first. A collective can have its waiting ranks among the ranks that it waits
     for: no rank waits for itself.
     """
+    # by thread: the step by which it was reached first
     steps: dict[WaitNode, tuple[WaitNode, WaitNode, Edge]] = {}
     first_at: dict[WaitNode, WaitNode] = {}  # the thread by which a collective was reached
     level = [start]
@@ -237,6 +240,8 @@ def _shortest_cycle_from(
         level = following
     return []
 
+
+# --- who should write the key, or make the store, that a rank waits for
 
 _DIGITS = re.compile(r"\d+")
 

@@ -1,5 +1,8 @@
 """Select the logs of one job, and one log per rank; determine the world size and the ranks without
 a log.
+
+A folder may hold the logs of ranks 0-3 of an earlier start of the job, and of ranks 0-2 of the last
+one: of two starts with equally many ranks, the later is taken, and a note says what is left out.
 """
 
 from __future__ import annotations
@@ -133,9 +136,10 @@ def absent_ranks(
     """Return the ranks that left no log on the hosts seen, and the ranks that probably run on
     another node.
 
-    Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the
-    highest of a host ran there and left no log. Of the others, fewer than one host runs left no log
-    either; more are probably on other nodes. A world without any log is on other nodes.
+    Nodes usually run equally many ranks, numbered consecutively. If the logs of host a are those of
+    ranks 0, 1 and 3, of 8 ranks, rank 2 ran there and left no log. Ranks 4-7 are more than a host
+    may hide, so they are probably on another node; if fewer were missing than one host runs, they
+    would count as without a log. A world without any log is on other nodes.
 
     Args:
         logs: of the job's ranks.
