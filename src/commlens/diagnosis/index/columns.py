@@ -1,10 +1,15 @@
 """Other tools' dumps as columns: one array value per operation, turned into :class:`Collective`
 objects only on access.
 
-:func:`reduce_dump` runs in worker processes, and what it returns is all that is sent back: a
-coalesced group becomes one operation, an entry that only closes a point-to-point batch is dropped,
-and of each stack only the lines of the user's code are kept. An :class:`Interner` stores once what
-many ranks share (arguments, lines, groups).
+Thousands of ranks with thousands of operations are too many for objects. In columns, the operation
+in row 7 has its sequence number in ``dump.sequence[7]``, and ``dump.args_index[7]`` is the place of
+its arguments in the table ``dump.args``, which all operations with equal arguments share.
+
+First, :func:`reduce_dump` makes the columns of one file smaller, in a worker process: a coalesced
+group becomes one operation, an entry that only closes a point-to-point batch is dropped, and of
+each stack only the lines of the user's code are kept. Then an :class:`Interner` stores once what
+many ranks share. :class:`RankOps` and :class:`ColumnOps` give access to them as collectives, and
+:func:`differing_numbers` compares ranks without making any.
 """
 
 from __future__ import annotations

@@ -2,7 +2,12 @@
 
 Other recorders do not record threads. A rank is blocked in one operation, its *head*: the first
 that is in flight. What it enqueued behind the head has not started, unless the dump records its
-start.
+start. Of a Flight Recorder dump in which ``all_reduce #40`` has completed and 41 and 42 are
+"scheduled", the head is 41.
+
+Each rank's dump tells less than the dumps of all: which ranks a group has (one channel for all
+ranks), what completed where only the issue is recorded (what all have issued may have), and whether
+a dump is older than the others, or was taken while the job still ran.
 """
 
 from __future__ import annotations
@@ -47,15 +52,6 @@ _ROUTINE_WINDOW = 400  # operations before the head within which a rank may have
 
 ChannelName = tuple[str, str, tuple[int, ...]]
 """Group name, description and ranks; the ranks are empty if a dump does not record them."""
-
-
-def _add_collectives(dump: RankColumns, history: RankOps, recent: int) -> None:
-    """Add the newest operations to a rank's log, and the oldest in flight, as objects."""
-    in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
-    newest = range(len(dump))[-recent:]
-    dump.collectives = [history.op(row) for row in sorted({*in_flight, *newest})]
-    dump.initialised = True
-    dump.versions = {dump.origin: dump.version} if dump.version else {}
 
 
 def index_dumps(dumps: Sequence[RankColumns], stalled_after_s: float) -> JobIndex:
@@ -131,11 +127,180 @@ class _DumpIndexer:
         return view
 
 
-def _unblock(views: Iterable[RankView]) -> None:
-    """Count none of the ranks' waits as stuck, since each may have ended after the dump."""
-    for view in views:
-        for block in view.blocks.values():
-            block.stuck = False
+def _add_collectives(dump: RankColumns, history: RankOps, recent: int) -> None:
+    """Add the newest operations to a rank's log, and the oldest in flight, as objects."""
+    in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
+    newest = range(len(dump))[-recent:]
+    dump.collectives = [history.op(row) for row in sorted({*in_flight, *newest})]
+    dump.initialised = True
+    dump.versions = {dump.origin: dump.version} if dump.version else {}
+
+
+def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
+    """Fill in the rank's tracks and messages, and add its channels to the job's."""
+    dump = history.dump
+    message = is_message(dump.args, dump.args_index)
+    # a dump may describe one group in several ways
+    codes: dict[ChannelKey, list[int]] = defaultdict(list)
+    for code in np.unique(dump.channel).tolist():
+        channel = history.channels[code]
+        channels.setdefault(channel.key, channel)
+        codes[channel.key].append(code)
+    for key, several in codes.items():
+        rows = np.flatnonzero(np.isin(dump.channel, several) & ~message & (dump.sequence >= 0))
+        if len(rows):
+            ops = ColumnOps(history, rows)
+            done = dump.state[ops.rows] == COMPLETED
+            view.tracks[key] = Track(
+                ops,
+                last=int(ops.numbers[-1]),
+                completed=int(ops.numbers[done].max(initial=0)),
+                open=ops.numbers[~done].tolist(),
+            )
+    _index_messages(view, history, message)
+
+
+def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
+    """Keep the messages in flight by channel, peer and direction, and count the completed ones."""
+    if not message.any():
+        return
+    dump = columns.dump
+    ended = dump.state == COMPLETED
+
+    def pair(row: int) -> PairKey:
+        return (
+            columns.channels[int(dump.channel[row])].key,
+            int(dump.peer[row]),
+            dump.args[int(dump.args_index[row])].op,
+        )
+
+    over = np.flatnonzero(message & ended)
+    sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]
+    code = (dump.channel[over].astype("int64") * (1 << 32) + dump.peer[over] + 1) * 2 + sends
+    _, first, counts = np.unique(code, return_index=True, return_counts=True)
+    for at, many in zip(first, counts, strict=True):
+        of = pair(int(over[at]))
+        view.ended_messages[of] = view.ended_messages.get(of, 0) + int(many)
+    for row in np.flatnonzero(message & ~ended).tolist():
+        op = columns.op(row)
+        view.pairs.setdefault(pair(row), []).append(op)
+        view.open_pairs.add(op.index)
+
+
+def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
+    """Find the operation that blocks the rank, and the first in flight of each other channel and
+    pair.
+    """
+    dump = columns.dump
+    open_rows = np.flatnonzero(dump.state != COMPLETED).tolist()
+    view.running = {int(dump.record_id[row]) + 1 for row in open_rows if dump.state[row] == STARTED}
+    view.timed = dump.timed
+    first_of: dict[object, int] = {}
+    for row in open_rows:
+        code = int(dump.channel[row])
+        op = dump.args[int(dump.args_index[row])].op
+        first_of.setdefault((code, int(dump.peer[row]), op) if op in POINT_TO_POINT else code, row)
+    if not open_rows:
+        return
+    first = open_rows[0]
+    # learn the routine from the operations before
+    view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)
+    batch = int(dump.coalesced[first])
+    parts = [row for row in open_rows if int(dump.coalesced[row]) == batch] if batch else [first]
+    head, ops = columns.op(first), [columns.op(row) for row in parts]
+    since = head.announced_ns
+    age = max(0, view.now_ns - since) if since else 0
+    stuck = not (dump.captured_ns and since) or age >= limit
+    view.head = BlockedThread(head, ops, DEVICE, since, "enqueued", stuck, age)
+    view.blocks[DEVICE] = view.head
+    view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
+
+
+def _gave_up(dump: RankColumns) -> bool:
+    """Return whether NCCL's watchdog had a reason to abort the rank.
+
+    It does so after a timeout, and writes a dump before. Of a process that aborts for another
+    reason, the recorder leaves no dump.
+    """
+    on_device = np.array(["ccl" in channel.group.backend for channel in dump.channels] or [False])
+    return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
+
+
+def _may_be_buffer_size(records: int) -> bool:
+    """Return whether this may be the size of a recorder's ring buffer: a round number or a power of
+    two.
+    """
+    return records >= _RING_BUFFER_MIN and (records % 100 == 0 or records.bit_count() == 1)
+
+
+# --- one channel for all ranks
+
+
+def _name(channel: Channel) -> ChannelName:
+    return (channel.group.name, channel.group.description, channel.group.ranks)
+
+
+def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
+    """Return one channel object for all ranks, by name. Fill in a group's ranks where a dump does
+    not record them: those that another dump records, else those that use it.
+    """
+    found: dict[ChannelName, Channel] = {}
+    # by name and description: ranks whose dumps do not record the group's ranks
+    users: dict[tuple[str, str], set[int]] = defaultdict(set)
+    recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
+    # by name: global ranks by their numbers in the group
+    numbers: dict[str, dict[int, int]] = defaultdict(dict)
+    for dump in dumps:
+        for group, number in dump.numbers.items():
+            numbers[group][number] = dump.rank
+        for channel in [*dump.channels, *dump.groups]:
+            name = _name(channel)
+            found.setdefault(name, channel)
+            if name[2]:
+                recorded[name[:2]].add(name[2])
+            else:
+                users[name[:2]].add(dump.rank)
+    # also those that left no dump
+    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))
+    one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
+    for name, channel in list(found.items()):
+        if name[2]:
+            continue
+        known = list(filter(users[name[:2]].issubset, recorded[name[:2]]))
+        members = users[name[:2]] | _ranks_between(numbers[name[0]])
+        ranks = known[0] if len(known) == 1 else tuple(sorted(members))
+        if not known and channel.group.description == "default_pg" and one_default:
+            ranks = tuple(all_ranks)
+        full_name = (*name[:2], ranks)
+        if full_name not in found:
+            found[full_name] = Channel(
+                msgspec.structs.replace(channel.group, ranks=ranks), channel.device
+            )
+        found[name] = found[full_name]
+    return found
+
+
+def _ranks_between(ranks: Mapping[int, int]) -> set[int]:
+    """Return the ranks of a group that lie between those known by their numbers in it, if the
+    numbers show a regular distance: groups are sorted, and their numbers begin at 0. If numbers 1,
+    2 and 4 are ranks 6, 10 and 18, the group is 2, 6, 10, 14 and 18.
+    """
+    known = sorted(ranks.items())
+    steps = {divmod(other[1] - one[1], other[0] - one[0]) for one, other in pairwise(known)}
+    step, rest = steps.pop() if len(steps) == 1 else (0, 0)
+    several = len(known) > 2
+    if rest or not (step == 1 or (several and step > 1)):
+        return set()
+    (number, rank), last = known[0], known[-1][0]
+    first = rank - number * step
+    return (
+        set(range(first if several else rank, first + last * step + 1, step))
+        if first >= 0
+        else set()
+    )
+
+
+# --- dumps in which only the issue of operations is recorded
 
 
 class _Issued(NamedTuple):
@@ -207,6 +372,9 @@ def _direction(dump: RankColumns, row: int) -> tuple[tuple[int, int], int]:
     return ((dump.rank, peer), 1) if sends else ((peer, dump.rank), -1)
 
 
+# --- dumps of other moments
+
+
 def _written_ns(dumps: Sequence[RankColumns]) -> dict[int, int]:
     """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of
     writing; 0 if it is unknown.
@@ -271,16 +439,6 @@ def _ends_before(view: RankView, op: Collective) -> bool:
     return not (view.is_log or overwritten) and lacks(view, op)
 
 
-def _gave_up(dump: RankColumns) -> bool:
-    """Return whether NCCL's watchdog had a reason to abort the rank.
-
-    It does so after a timeout, and writes a dump before. Of a process that aborts for another
-    reason, the recorder leaves no dump.
-    """
-    on_device = np.array(["ccl" in channel.group.backend for channel in dump.channels] or [False])
-    return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
-
-
 def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
@@ -316,11 +474,11 @@ def _completed(view: RankView, key: ChannelKey) -> int:
     )
 
 
-def _may_be_buffer_size(records: int) -> bool:
-    """Return whether this may be the size of a recorder's ring buffer: a round number or a power of
-    two.
-    """
-    return records >= _RING_BUFFER_MIN and (records % 100 == 0 or records.bit_count() == 1)
+def _unblock(views: Iterable[RankView]) -> None:
+    """Count none of the ranks' waits as stuck, since each may have ended after the dump."""
+    for view in views:
+        for block in view.blocks.values():
+            block.stuck = False
 
 
 def _newest_ns(dump: RankColumns) -> int:
@@ -328,144 +486,3 @@ def _newest_ns(dump: RankColumns) -> int:
     return max(
         int(dump.created_ns.max(initial=0)), int(dump.completed_ns.max(initial=0)), dump.captured_ns
     )
-
-
-def _name(channel: Channel) -> ChannelName:
-    return (channel.group.name, channel.group.description, channel.group.ranks)
-
-
-def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
-    """Return one channel object for all ranks, by name. Fill in a group's ranks where a dump does
-    not record them.
-    """
-    found: dict[ChannelName, Channel] = {}
-    users: dict[tuple[str, str], set[int]] = defaultdict(set)
-    numbers: dict[str, dict[int, int]] = defaultdict(dict)
-    recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
-    for dump in dumps:
-        for group, number in dump.numbers.items():
-            numbers[group][number] = dump.rank
-        for channel in [*dump.channels, *dump.groups]:
-            name = _name(channel)
-            found.setdefault(name, channel)
-            if name[2]:
-                recorded[name[:2]].add(name[2])
-            else:
-                users[name[:2]].add(dump.rank)
-    # also those that left no dump
-    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))
-    one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
-    for name, channel in list(found.items()):
-        if name[2]:
-            continue
-        known = list(filter(users[name[:2]].issubset, recorded[name[:2]]))
-        members = users[name[:2]] | _ranks_between(numbers[name[0]])
-        ranks = known[0] if len(known) == 1 else tuple(sorted(members))
-        if not known and channel.group.description == "default_pg" and one_default:
-            ranks = tuple(all_ranks)
-        full_name = (*name[:2], ranks)
-        if full_name not in found:
-            found[full_name] = Channel(
-                msgspec.structs.replace(channel.group, ranks=ranks), channel.device
-            )
-        found[name] = found[full_name]
-    return found
-
-
-def _ranks_between(ranks: Mapping[int, int]) -> set[int]:
-    """Return the ranks of a group that lie between those known by their numbers in it, if the
-    numbers show a regular distance: groups are sorted, and their numbers begin at 0.
-    """
-    known = sorted(ranks.items())
-    steps = {divmod(other[1] - one[1], other[0] - one[0]) for one, other in pairwise(known)}
-    step, rest = steps.pop() if len(steps) == 1 else (0, 0)
-    several = len(known) > 2
-    if rest or not (step == 1 or (several and step > 1)):
-        return set()
-    (number, rank), last = known[0], known[-1][0]
-    first = rank - number * step
-    return (
-        set(range(first if several else rank, first + last * step + 1, step))
-        if first >= 0
-        else set()
-    )
-
-
-def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
-    """Fill in the rank's tracks and messages, and add its channels to the job's."""
-    dump = history.dump
-    message = is_message(dump.args, dump.args_index)
-    # a dump may describe one group in several ways
-    codes: dict[ChannelKey, list[int]] = defaultdict(list)
-    for code in np.unique(dump.channel).tolist():
-        channel = history.channels[code]
-        channels.setdefault(channel.key, channel)
-        codes[channel.key].append(code)
-    for key, several in codes.items():
-        rows = np.flatnonzero(np.isin(dump.channel, several) & ~message & (dump.sequence >= 0))
-        if len(rows):
-            ops = ColumnOps(history, rows)
-            done = dump.state[ops.rows] == COMPLETED
-            view.tracks[key] = Track(
-                ops,
-                last=int(ops.numbers[-1]),
-                completed=int(ops.numbers[done].max(initial=0)),
-                open=ops.numbers[~done].tolist(),
-            )
-    _index_messages(view, history, message)
-
-
-def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
-    """Find the operation that blocks the rank, and the first in flight of each other channel and
-    pair.
-    """
-    dump = columns.dump
-    open_rows = np.flatnonzero(dump.state != COMPLETED).tolist()
-    view.running = {int(dump.record_id[row]) + 1 for row in open_rows if dump.state[row] == STARTED}
-    view.timed = dump.timed
-    first_of: dict[object, int] = {}
-    for row in open_rows:
-        code = int(dump.channel[row])
-        op = dump.args[int(dump.args_index[row])].op
-        first_of.setdefault((code, int(dump.peer[row]), op) if op in POINT_TO_POINT else code, row)
-    if not open_rows:
-        return
-    first = open_rows[0]
-    # learn the routine from the operations before
-    view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)
-    batch = int(dump.coalesced[first])
-    parts = [row for row in open_rows if int(dump.coalesced[row]) == batch] if batch else [first]
-    head, ops = columns.op(first), [columns.op(row) for row in parts]
-    since = head.announced_ns
-    age = max(0, view.now_ns - since) if since else 0
-    stuck = not (dump.captured_ns and since) or age >= limit
-    view.head = BlockedThread(head, ops, DEVICE, since, "enqueued", stuck, age)
-    view.blocks[DEVICE] = view.head
-    view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
-
-
-def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
-    """Keep the messages in flight by channel, peer and direction, and count the completed ones."""
-    if not message.any():
-        return
-    dump = columns.dump
-    ended = dump.state == COMPLETED
-
-    def pair(row: int) -> PairKey:
-        return (
-            columns.channels[int(dump.channel[row])].key,
-            int(dump.peer[row]),
-            dump.args[int(dump.args_index[row])].op,
-        )
-
-    over = np.flatnonzero(message & ended)
-    sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]
-    code = (dump.channel[over].astype("int64") * (1 << 32) + dump.peer[over] + 1) * 2 + sends
-    _, first, counts = np.unique(code, return_index=True, return_counts=True)
-    for at, many in zip(first, counts, strict=True):
-        of = pair(int(over[at]))
-        view.ended_messages[of] = view.ended_messages.get(of, 0) + int(many)
-    for row in np.flatnonzero(message & ~ended).tolist():
-        op = columns.op(row)
-        view.pairs.setdefault(pair(row), []).append(op)
-        view.open_pairs.add(op.index)
