@@ -1,4 +1,10 @@
-"""How each process ended, and whether it failed by itself or because another one did."""
+"""How each process ended, and whether it failed by itself or because another one did.
+
+First each process is classified by its own black box: rank 2 raised ValueError (``own``), rank 0
+raised "Connection closed by peer" (``peer``), rank 1 died of SIGKILL (``own``, as far as it shows).
+Then the processes are compared: rank 1 was killed 31 s after rank 2 had failed, as torchrun does,
+so it was ``terminated``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,6 @@ from commlens.matching.error_texts import (
 from commlens.matching.errors import is_own_error, known_error, names_backend
 from commlens.model.cause import ExitKind, Why
 from commlens.model.collective import Collective, Frame, State, user_frame
-from commlens.model.grouping import grouped
 from commlens.model.ranklog import LATE_KILL_NS, STOP_SIGNALS, End, RankLog
 from commlens.text import signal_name
 
@@ -292,8 +297,82 @@ def _shortened_error(text: str | None) -> str:
     return first if len(first) <= 160 else first[:157] + "..."
 
 
+# --- processes compared
+
+
+def attribute_exits(
+    exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})
+) -> dict[int, ProcessExit]:
+    """Reclassify as ``terminated`` the processes that were probably ended because another one had
+    failed, and as ``peer`` those whose error tells no cause where another one's does.
+
+    Args:
+        exits: by rank.
+        logs: by rank, if there are logs.
+    """
+    if len(exits) > 1 and _are_all_killed(exits, logs):
+        terminated = set(exits)
+    else:
+        terminated = {*_killed_afterwards(exits, logs), *_gone_afterwards(exits)}
+    has_cause = any(one.kind == "own" and not one.unspecific for one in exits.values())
+
+    def kind_of(rank: int, one: ProcessExit) -> ExitKind:
+        if rank in terminated:
+            return "terminated"
+        return "peer" if has_cause and one.unspecific else one.kind
+
+    return {
+        rank: msgspec.structs.replace(one, kind=kind_of(rank, one)) for rank, one in exits.items()
+    }
+
+
 def _is_killed(one: ProcessExit) -> bool:
     return one.kind == "own" and one.why == "killed" and one.signal == "SIGKILL"
+
+
+def _are_all_killed(exits: Mapping[int, ProcessExit], logs: Mapping[int, RankLog]) -> bool:
+    """Return whether a launcher or a scheduler has killed all processes. Schedulers kill them at
+    once. torchrun kills those that Ctrl-C does not end half a minute later, one after the other,
+    and waits for the end of each, which takes seconds with a device. If one had failed by itself,
+    torchrun would first have sent SIGTERM to the others, and half a minute later SIGKILL.
+    """
+    if not all(map(_is_killed, exits.values())):
+        return False
+    moments = sorted(one.at_ns for one in exits.values())
+    if logs and all(log.launcher == "torchrun" for log in logs.values()):
+        return max(after - before for before, after in pairwise(moments)) < LATE_KILL_NS
+    return moments[-1] - moments[0] < _SAME_MOMENT_NS
+
+
+def _killed_afterwards(exits: Mapping[int, ProcessExit], logs: Mapping[int, RankLog]) -> list[int]:
+    """Return the ranks that were killed because another one had failed, or Ctrl-C was pressed.
+
+    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray
+    and schedulers kill them at once: then they waited for a rank that raised an exception.
+    """
+    since_ns = _kills_since_ns(exits)
+    raised = [
+        logs[rank]
+        for rank, one in exits.items()
+        if rank in logs and (one.kind, one.why) == ("own", "exception")
+    ]
+    return [
+        rank
+        for rank, one in exits.items()
+        if _is_killed(one)
+        and (
+            one.at_ns > since_ns
+            or (rank in logs and any(_waited_for(logs[rank], other) for other in raised))
+        )
+    ]
+
+
+def _kills_since_ns(exits: Mapping[int, ProcessExit]) -> int:
+    """Return since when a launcher may kill processes: after a failure, or after Ctrl-C."""
+    failures = [one.at_ns for one in exits.values() if one.failed and one.at_ns]
+    late_ns = min(failures, default=0) + LATE_KILL_NS
+    interrupts = [one.at_ns for one in exits.values() if one.how == "interrupted"]
+    return min(late_ns, min(interrupts) - _SAME_MOMENT_NS) if interrupts else late_ns
 
 
 def _waited_for(log: RankLog, other: RankLog) -> bool:
@@ -314,66 +393,12 @@ def _waited_for(log: RankLog, other: RankLog) -> bool:
     )
 
 
-def _are_all_killed(exits: Mapping[int, ProcessExit], logs: Mapping[int, RankLog]) -> bool:
-    """Return whether a launcher or a scheduler has killed all processes. Schedulers kill them at
-    once. torchrun kills those that Ctrl-C does not end half a minute later, one after the other,
-    and waits for the end of each, which takes seconds with a device. If one had failed by itself,
-    torchrun would first have sent SIGTERM to the others, and half a minute later SIGKILL.
+def _gone_afterwards(exits: Mapping[int, ProcessExit]) -> list[int]:
+    """Return the ranks whose end nobody saw, and that ended after another one: one that failed by
+    itself, or the first of them.
     """
-    if len(exits) < 2 or not all(map(_is_killed, exits.values())):
-        return False
-    one_by_one = bool(logs) and all(log.launcher == "torchrun" for log in logs.values())
-    most_ns = LATE_KILL_NS if one_by_one else _SAME_MOMENT_NS
-    moments = sorted(one.at_ns for one in exits.values())
-    gaps = [after - before for before, after in pairwise(moments)]
-    return (max(gaps) if one_by_one else sum(gaps)) < most_ns
-
-
-def attribute_exits(
-    exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})
-) -> dict[int, ProcessExit]:
-    """Reclassify as ``terminated`` the processes that were probably ended because another one had
-    failed, and as ``peer`` those whose error tells no cause where another one's does.
-
-    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray
-    and schedulers kill them at once.
-
-    Args:
-        exits: by rank.
-        logs: by rank, if there are logs.
-    """
-    by_kind = grouped((one.kind, one) for one in exits.values())
-    by_themselves = by_kind.get("own", [])
-    failed_by_itself = any(one.at_ns for one in by_themselves)
-    first_failure = min(
-        filter(None, (one.at_ns for one in exits.values() if one.failed)), default=0
-    )
-    gone = sorted(one.at_ns for one in by_kind.get("gone", ()))
-    interrupted = [one.at_ns for one in exits.values() if one.how == "interrupted"]
-    all_killed = _are_all_killed(exits, logs)
-    raised = [
-        logs[rank]
-        for rank, one in exits.items()
-        if rank in logs and (one.kind, one.why) == ("own", "exception")
-    ]
-
-    def was_terminated(rank: int, one: ProcessExit) -> bool:
-        if _is_killed(one):
-            if rank in logs and any(_waited_for(logs[rank], other) for other in raised):
-                return True
-            stopped = bool(interrupted) and one.at_ns > min(interrupted) - _SAME_MOMENT_NS
-            return all_killed or stopped or one.at_ns > first_failure + LATE_KILL_NS
-        return one.kind == "gone" and (
-            failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS)
-        )
-
-    told = any(not one.unspecific for one in by_themselves)
-
-    def kind_of(rank: int, one: ProcessExit) -> ExitKind:
-        if was_terminated(rank, one):
-            return "terminated"
-        return "peer" if told and one.unspecific else one.kind
-
-    return {
-        rank: msgspec.structs.replace(one, kind=kind_of(rank, one)) for rank, one in exits.items()
-    }
+    gone = {rank: one.at_ns for rank, one in exits.items() if one.kind == "gone"}
+    if any(one.kind == "own" and one.at_ns for one in exits.values()):
+        return [*gone]
+    first_ns = min(gone.values(), default=0)
+    return [rank for rank, at_ns in gone.items() if at_ns > first_ns + _SAME_MOMENT_NS]
