@@ -210,7 +210,7 @@ def _last_from(history: Sequence[Collective], line: Line | None) -> int:
     return next((op.sequence_number for op in reversed(history) if (op.op, op.source) == line), 0)
 
 
-_Kind = ChannelKey | Line | tuple[str, None]
+_Kind = ChannelKey | tuple[str, Frame | None]
 """Of an op: its channel; of a message, its direction and line."""
 
 

@@ -124,7 +124,8 @@ def _by_thread(
     job: JobIndex, ranks: Iterable[int], met: Mapping[int, Collective]
 ) -> tuple[list[Collective], list[Collective]]:
     """Return the collectives that main threads issued, and those that other threads did."""
-    main, beside = [], []
+    main: list[Collective] = []
+    beside: list[Collective] = []
     for rank in ranks:
         if rank in met:
             (main if _is_of_main(job.views[rank], met[rank]) else beside).append(met[rank])
