@@ -376,7 +376,11 @@ def _broken(
         broken, key=lambda pair: (worst.isdisjoint(pair[:2]), pair)
     )
     others = tuple(sorted(set(by_rank) - set(minority)))
-    parties = [Party(ranks, _show_all(by_rank, ranks)) for ranks in (others, minority) if ranks]
+    sides = (others, minority)
+    if not minority and sender != receiver:  # of one pair, either may be wrong
+        rest = tuple(rank for rank in others if rank not in (sender, receiver))
+        sides = ((sender,), (receiver,), rest)
+    parties = [Party(ranks, _show_all(by_rank, ranks)) for ranks in sides if ranks]
     detail = (
         f"{rank_phrase(sender)} sends {sent} elements to {rank_phrase(receiver)}, which"
         f" expects {expected}"

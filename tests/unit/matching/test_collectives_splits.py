@@ -111,3 +111,14 @@ def test_without_splits_the_totals_of_an_all_to_all_must_be_equal() -> None:
         assert compare_collectives(by_rank, range(size), splits_known=False) == Unknown(
             ("splits",)
         ), "no splits, or not all that was sent"
+
+
+def test_of_one_pair_that_does_not_fit_either_rank_may_be_wrong() -> None:
+    answer = compare_collectives(exchange([[3, 5], [4, 4]], (0, 1)), range(2))
+    assert isinstance(answer, Disagree)
+    assert answer.minority == ()
+    assert [party.ranks for party in answer.parties] == [(0,), (1,)]
+    rows = [[1, 1, 1, 1]] * 4
+    answer = compare_collectives(exchange(rows, (1, 3)), range(4))
+    assert isinstance(answer, Disagree)
+    assert [party.ranks for party in answer.parties] == [(1,), (3,), (0, 2)]
