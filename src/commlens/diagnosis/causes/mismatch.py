@@ -19,8 +19,9 @@ from commlens.diagnosis.align.thread_race import Race
 from commlens.diagnosis.causes.context import Case, Context, collective_of, group_of, source_of
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import WaitNode
-from commlens.diagnosis.index.job_index import JobIndex
+from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Aspect
+from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.cause import (
     MAIN_THREAD,
     Arguments,
@@ -64,6 +65,7 @@ class MismatchCase(Case[MismatchCause]):
     usual: Collective | None  # what the first rank that is no suspect issued instead
     paths: tuple[Path, Path]  # of the first suspect and of the others, from where they part
     been_there: bool  # whether the first suspect has issued this op from the same lines before
+    raised: Collective | None  # its own call of ``usual``, just before ``own``, which failed
     alike: list[MismatchCase] = field(default_factory=list)  # ties that are the same fault
 
 
@@ -156,7 +158,25 @@ def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) ->
             (each.op, each.call_lines) == (op.op, op.call_lines) and each.index < op.index
             for each in (views[suspects[0]].history if suspects[0] in views else ())
         ),
+        raised=_raised_before(views.get(suspects[0]), op, usual),
     )
+
+
+def _raised_before(
+    view: RankView | None, own: Collective, usual: Collective | None
+) -> Collective | None:
+    """Return a rank's call before ``own`` if it is of the others' collective, from their line, and
+    raised an error by itself.
+    """
+    last = max(
+        (op for op in (view.log.collectives if view is not None else ()) if op.index < own.index),
+        key=lambda op: op.index,
+        default=None,
+    )
+    if last is None or usual is None or (last.op, last.source) != (usual.op, usual.source):
+        return None
+    by_itself = last.error and not is_peer_error(last.error) and not is_refusal(last.error)
+    return last if by_itself else None
 
 
 def _odd_op(mismatch: RecordMismatch) -> Collective:

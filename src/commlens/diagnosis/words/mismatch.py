@@ -80,13 +80,14 @@ def words(context: Context, case: Case[MismatchCause]) -> Words:
         summary=_summary(case),
         explanation=prose(
             *_what_they_did(context, case),
+            _raised(case),
             _consequence(case),
             _aborted(context, case),
         ),
         next_step=(
             tie_step([mismatch.ops[side[0]] for side in _sides_of_tie(case)])
             if mismatch.tie and mismatch.astray is None
-            else mismatch_step(mismatch, case.own, case.usual, case.paths)
+            else mismatch_step(mismatch, case.own, case.usual, case.paths, case.raised)
         ),
         evidence=evidence,
         would_raise_confidence=_what_would_show(case),
@@ -107,7 +108,12 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
         f"{op.op} at {_thread_line(op)}{_in_thread(name)}"
         for op, name in zip((race.other, race.main), names, strict=True)
     )
-    is_checkpoint = any(_CHECKPOINT in frame.file for frame in race.other.stack)
+    is_checkpoint = _is_of_checkpoint(race.other)
+    what, how = (
+        ("the checkpoint", "process_group=dist.new_group() of the call that saves")
+        if is_checkpoint
+        else ("one of the threads", "new_group")
+    )
     unseen = sorted(set(mismatch.ops) - set(race.ranks))
     every = ", on every rank" if not unseen else ""
     return Words(
@@ -127,15 +133,12 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
             *_aborted_by_race(context, case),
         ),
         next_step=(
-            f"give {'the checkpoint' if is_checkpoint else 'one of the threads'} a group of its"
-            " own "
-        )
-        + (
-            "(process_group=dist.new_group() of the call that saves)"
-            if is_checkpoint
-            else "(new_group)"
-        )
-        + f", or issue all collectives of {group} from one thread",
+            "wait for each checkpoint (result() of what async_save returns) before the next one"
+            " begins"
+            if is_checkpoint and _is_of_checkpoint(race.main)
+            else f"give {what} a group of its own ({how}), or issue all collectives of {group} from"
+            " one thread"
+        ),
         would_raise_confidence=(
             f"{capital(ranks_phrase(unseen))} had not both in flight at once, as far as is"
             " recorded."
@@ -143,6 +146,10 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
             else None
         ),
     )
+
+
+def _is_of_checkpoint(op: Collective) -> bool:
+    return any(_CHECKPOINT in frame.file for frame in op.stack)
 
 
 def _in_thread(name: str) -> str:
@@ -200,6 +207,16 @@ def _what_they_did(context: Context, case: MismatchCase) -> list[str]:
         sides = _sides_of_tie(case)
         return [describe_sides(sides, case.mismatch.ops), separation(context, sides)]
     return _out_of_step(case) if case.mismatch.answer is None else _sides(context, case)
+
+
+def _raised(case: MismatchCase) -> str:
+    """Return what the first suspect's own call of the others' collective raised."""
+    if case.raised is None:
+        return ""
+    return (
+        f"{capital(rank_phrase(case.suspects[0]))} called {case.raised.op} there, too; that raised"
+        f" {phrases.first_line(case.raised.error)}, and its program went on."
+    )
 
 
 def _consequence(case: MismatchCase) -> str:

@@ -78,7 +78,7 @@ def tie_step(ops: Sequence[Collective]) -> str:
         return f"find out why one side comes to {here}, and the other to {there}"
     if len(lines) > 1:
         return f"find out why the sides come to different lines: {joined(lines[:3])}"
-    if len(ops) == 1:
+    if len(ops) == 1 or (len(lines) == 1 and {op.op for op in ops} == {"all_to_all"}):
         line = f" at {lines[0]}" if lines else ""
         differs = "splits" if ops[0].op == "all_to_all" else "groups"
         return step_without_tensors(ops[0].op, line) or (
@@ -106,6 +106,10 @@ def missing_step(
             f"find the branch in which {subject} {verb(ranks, 'comes', 'come')} to that collective"
             f" without {op.op if op is not None else 'this one'}, and the other ranks of that"
             " group, of which no line tells"
+        )
+    if doing.state == "left":
+        return (
+            f"let {subject} call destroy_process_group only after the last collective of all ranks"
         )
     where = (
         f"{doing.frame.function} ({doing.frame.where})"
@@ -300,13 +304,22 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
 
 
 def mismatch_step(
-    mismatch: RecordMismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
+    mismatch: RecordMismatch,
+    first: Collective,
+    usual: Collective | None,
+    paths: tuple[Path, Path],
+    raised: Collective | None = None,
 ) -> str:
     """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and
-    the others part.
+    the others part; ``raised`` is a call of theirs of the others' collective.
     """
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
     mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
+    if raised is not None:
+        return (
+            f"find out why {raised.op}{at(raised)} raises on {culprits}, and let the program end"
+            " there, or go on in the same way on all ranks"
+        )
     left_out = shift.skipped if shift is not None and shift.by > 0 else usual
     if mismatch.departure and left_out is not None:
         extra, skipped = f"issued an extra {first.op}{mine}", f"skipped {left_out.op}{theirs}"

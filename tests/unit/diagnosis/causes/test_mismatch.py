@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from builders import Job, Step, all_reduce, at, collective, recv, send, training
 from goldens import hold
 from judging import blame, judge
 
-from commlens.model.collective import Frame
+from commlens.model.collective import Frame, State
 from commlens.model.ranklog import End, Observation
 
 
@@ -204,3 +205,36 @@ def test_ranks_with_another_number_of_batches(batches: list[int], odd: int) -> N
     rounds = verdict.cause.rounds
     assert (rounds.odd, rounds.went_on, rounds.steps) == ({odd}, "train.py:30 main", 13)
     hold(f"mismatch/{'more' if batches[0] == 16 else 'fewer'}-batches", verdict)
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "is_told"),
+    [
+        ("RuntimeError: Incorrect input list size 2.", 20, True),
+        ("RuntimeError: Connection closed by peer [127.0.0.1]:4", 20, False),
+        ("RuntimeError: Incorrect input list size 2.", 19, False),
+    ],
+)
+def test_a_call_that_raised_and_after_which_the_program_went_on(
+    error: str, line: int, is_told: bool
+) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4 if rank else 3):
+            yield collective("scatter", job.world, line=20, root=0)
+        yield collective("barrier", job.world, line=30)
+
+    logs = Job(3).run(program).logs()
+    *_, last, barrier = logs[0].collectives
+    failed = msgspec.structs.replace(last, index=4, sequence_number=0, state=State.FAILED)
+    failed.error = error
+    failed.stack = tuple(
+        msgspec.structs.replace(frame, line=line) if frame.line == 20 else frame
+        for frame in failed.stack
+    )
+    barrier.index = logs[0].issued = 5
+    logs[0].collectives.insert(-1, failed)
+    verdict = judge(logs)
+    assert blame(verdict) == ("mismatch/op", "in-collective", [0], "train.py:30")
+    assert ("Incorrect input list size" in verdict.explanation) is is_told
+    if is_told:
+        hold("mismatch/a-call-that-raised", verdict)
