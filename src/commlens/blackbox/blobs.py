@@ -174,6 +174,7 @@ class ThreadJson(msgspec.Struct, frozen=True):
     name: str = ""
     main: bool = False
     locked_out: bool = False
+    in_lock: bool = False
     f: tuple[FrameJson, ...] = ()
 
 

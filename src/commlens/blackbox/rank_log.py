@@ -415,7 +415,7 @@ class BoxReader:
             return [], 0
         taken_ns = self.unix(best[1])
         return [
-            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main, t.locked_out)
+            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main, t.locked_out, t.in_lock)
             for t in threads
         ], taken_ns
 

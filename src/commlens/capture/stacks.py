@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
+from commlens.model.frames import FrameKind, frame_kind, kind_prefixes, waits_for_thread
 from commlens.tap import backward_caller
 from commlens.tap.other_threads import frames_of_thread, threads_with_frames, waits_for_lock
 
@@ -124,12 +124,13 @@ def frames_of(frame: FrameType | None, caller: int = 0) -> list[list[Any]]:
     return shortened(frames + backward_caller.frames(caller))
 
 
-def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of the program's threads, the main thread first, and a hash that changes
-    when the main thread moves. The calling thread and those of commlens are left out.
+def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
+    """Return the stacks of the program's threads, the main thread first, a hash that changes when
+    the main thread moves, and whether that tells whether the program moves. The calling thread and
+    those of commlens are left out.
 
-    If the main thread runs only library code, as in Ray's workers, the hash also covers the stack
-    of the thread that issues collectives.
+    If the main thread runs only library code, as in Ray's workers, or waits for another thread, the
+    hash also covers the stack of the thread that issues collectives.
 
     Args:
         issuing: native id of the thread that issued the last collective; 0: none did.
@@ -144,7 +145,10 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
             name, native_id = thread.name, thread.native_id or 0
         if is_main:
             main_hash = _hash(walked)
-            main_runs_user_code = any(_is_user_code(code.co_filename) for code, _, _ in walked)
+            innermost = [(code.co_filename, code.co_name) for code, _, _ in walked[:3]]
+            main_runs_user_code = not waits_for_thread(innermost) and any(
+                _is_user_code(code.co_filename) for code, _, _ in walked
+            )
         elif native_id == issuing and native_id:
             issuing_hash = _hash(walked)
         threads.append(
@@ -154,12 +158,21 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
                 "name": name,
                 "main": is_main,
                 "f": shortened(backward_caller.described(walked)),
+                **({"in_lock": True} if waits_for_lock(ident) else {}),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
     if [entry["main"] for entry in threads] == [True] and _is_locked_out():
         threads[0]["locked_out"] = True
-    return threads, main_hash if main_runs_user_code else hash((main_hash, issuing_hash))
+    if main_runs_user_code:
+        return threads, main_hash, True
+    return threads, hash((main_hash, issuing_hash)), False
+
+
+def other_threads() -> set[int]:
+    """Return the native ids of the threads of Python other than the main one."""
+    main = threading.main_thread()
+    return {thread.native_id or 0 for thread in threading.enumerate() if thread is not main}
 
 
 def _threads_of_the_program() -> Iterator[tuple[threading.Thread | None, int, Walked]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any, Final
 
@@ -64,6 +65,24 @@ SETUP_FUNCTIONS: Final = frozenset(
     }
 )
 """Functions of torch that make process groups, and meet the other ranks for it."""
+
+
+_THREAD_WAITS: Final = {
+    "/threading.py": {"join", "_wait_for_tstate_lock"},
+    "/concurrent/futures/_base.py": {"result"},
+    "/asyncio/base_events.py": {"_run_once"},
+}
+
+
+def waits_for_thread(innermost: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the innermost frames, as files and functions, show that a thread waits for
+    another one of its process.
+    """
+    return any(
+        function in functions and file.endswith(end)
+        for file, function in innermost
+        for end, functions in _THREAD_WAITS.items()
+    )
 
 
 def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:

@@ -17,6 +17,7 @@ from commlens.model.collective import (
     user_frame,
     user_lines,
 )
+from commlens.model.frames import waits_for_thread
 from commlens.model.hazard import Hazard
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.nccl import NcclRecord
@@ -104,6 +105,7 @@ class ThreadStack(msgspec.Struct, frozen=True):
     is_main: bool = False
     # it waits, without a timeout, for a lock that is locked, and no other thread runs Python
     locked_out: bool = False
+    in_lock: bool = False  # it waits, without a timeout, for a lock that is locked
 
     @property
     def source(self) -> Frame | None:
@@ -312,7 +314,7 @@ class RankLog(msgspec.Struct):
     @property
     def main_stack(self) -> ThreadStack | None:
         """The most recent stack of the main thread; of the thread that runs the user's code if the
-        main one runs only a library's.
+        main one runs only a library's, or waits for another thread.
         """
         everything = [*self.observation.stacks, *self.stacks]
         main = max(
@@ -320,7 +322,10 @@ class RankLog(msgspec.Struct):
             key=lambda stack: stack.taken_ns,
             default=None,
         )
-        if main is None or not main.frames or any(user_lines(main.frames)):
+        if main is None or not main.frames:
+            return main
+        waits = waits_for_thread((frame.file, frame.function) for frame in main.frames[:3])
+        if any(user_lines(main.frames)) and not waits:
             return main
         others = [
             stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -16,7 +17,7 @@ from conftest import SOURCE
 
 
 def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() -> None:
-    seen: list[tuple[list[dict[str, object]], int]] = []
+    seen: list[tuple[list[dict[str, object]], int, bool]] = []
 
     def outer() -> None:
         seen.append(all_threads())
@@ -40,7 +41,7 @@ def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() ->
     over.set()
     idler.join(30)
     own.join(30)
-    threads, main_hash = seen[0]
+    threads, main_hash, _ = seen[0]
     assert [thread["name"] for thread in threads if thread["name"] in ("MainThread", *names)] == [
         "MainThread",
         "idler",
@@ -148,3 +149,42 @@ with lock:
     pass
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("take", "in_lock"), [("lock.acquire()", True), ("time.sleep(60)", False)])
+def test_another_thread_that_waits_for_a_lock(take: str, in_lock: bool) -> None:
+    lock = threading.Lock()
+    names = {"lock": lock, "time": time}
+    other = threading.Thread(
+        target=exec, args=(f"def take():\n    {take}\ntake()", names), daemon=True
+    )
+    with lock:
+        other.start()
+        told, end = None, time.monotonic() + 1.0
+        while not told and time.monotonic() < end:
+            time.sleep(0.02)
+            [told] = [
+                each.get("in_lock", False)
+                for each in all_threads()[0]
+                if each["tid"] == other.native_id
+            ]
+    assert told is in_lock
+
+
+@pytest.mark.launches
+def test_whether_the_main_thread_tells_if_the_program_moves() -> None:
+    program = """
+import os, threading, time
+from commlens.capture import stacks
+told = []
+def look():
+    time.sleep(0.3)
+    told.append(stacks.all_threads(0)[2])
+{wait}
+os._exit(told != [{follows_main}])
+"""
+    looks = "looker = threading.Thread(target=look, name='commlens-test'); looker.start()"
+    for wait, follows_main in (("time.sleep(1)", True), ("other.join()", False)):
+        before = f"{looks}\nother = threading.Thread(target=time.sleep, args=(1,)); other.start()"
+        code = program.format(wait=f"{before}\n{wait}", follows_main=follows_main)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

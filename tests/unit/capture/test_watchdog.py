@@ -122,3 +122,40 @@ def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> N
     finally:
         for each in (first, second):
             each.may_return.set()
+
+
+def test_records_of_another_thread_do_not_move_the_main_one(tmp_path: Path) -> None:
+    """A heartbeat in a thread of its own: the box keeps the time since when the main thread has been
+    where it is.
+    """
+    writer = BoxWriter(
+        tmp_path / "box",
+        capacity=16,
+        rank=0,
+        world_size=2,
+        local_rank=0,
+        start_ticks=1,
+        about={"job": "job"},
+    )
+    watchdog = Watchdog(SimpleNamespace(writer=writer))  # type: ignore[arg-type]
+
+    def issue() -> None:
+        index = writer.next_index()
+        writer.announce((index, 1, 0, 0, 0, 0, index, 0, 0, 0, threading.get_native_id(), 0, 0, 0))
+
+    assert not watchdog._has_issued()
+    issue()
+    assert watchdog._has_issued()
+    assert not watchdog._has_issued()
+    over = threading.Event()
+    beat = threading.Thread(target=lambda: (issue(), over.wait(30)))
+    beat.start()
+    try:
+        while writer.last_index < 2:
+            time.sleep(0.01)
+        assert not watchdog._has_issued()
+        issue()
+        assert watchdog._has_issued(), "the main thread's own"
+    finally:
+        over.set()
+        beat.join(30)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.model.ranklog import UNREMARKABLE, End, Observation
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import UNREMARKABLE, End, Observation, RankLog, ThreadStack
 from commlens.text import process_phrase
 
 
@@ -31,3 +32,19 @@ from commlens.text import process_phrase
 def test_states(seen: Observation, words: str, is_notable: bool) -> None:
     assert process_phrase(seen) == words
     assert (seen.state not in UNREMARKABLE) == is_notable
+
+
+@pytest.mark.parametrize(
+    ("inner", "thread"),
+    [
+        (Frame("/lib/python3.11/concurrent/futures/_base.py", 1, "result", FrameKind.PYTHON), 2),
+        (Frame("/lib/python3.11/threading.py", 1, "join", FrameKind.PYTHON), 2),
+        (Frame("/lib/python3.11/queue.py", 1, "get", FrameKind.PYTHON), 1),
+    ],
+)
+def test_the_stack_of_the_thread_for_which_the_main_one_waits(inner: Frame, thread: int) -> None:
+    main = ThreadStack(1, "MainThread", (inner, Frame("/me/train.py", 13, "main")), is_main=True)
+    worker = ThreadStack(2, "worker", (Frame("/me/train.py", 5, "wait_for_tokens"),))
+    log = RankLog(0, 2, stacks=[main, worker])
+    assert log.main_stack is not None
+    assert log.main_stack.thread == thread

@@ -52,6 +52,7 @@ from commlens.model.cause import (
     UnmetMessage,
 )
 from commlens.model.collective import ChannelKey, Collective
+from commlens.model.ranklog import ThreadStack
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
 _CONFIDENCE: dict[BlamedBy, Confidence] = {
@@ -113,6 +114,8 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     if recomputed is not None:
         departures: Departures = {recomputed.rank: (ops[recomputed.rank], None)}
         decision = Decision((recomputed.rank,), "recomputation")
+    elif _has_order_of_threads(ops.values(), context):
+        departures, decision = {}, Decision((), "undecided")
     else:
         departures, decision = _departures(context, waits, ranks)
         if not departures:
@@ -267,6 +270,26 @@ def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
     if not others <= job.views.keys() or come_to != {op.sequence_number - 1}:
         return False
     return usual is not None and (usual.op, usual.channel.key) == (op.op, op.channel.key)
+
+
+def _has_order_of_threads(ops: Iterable[Collective], context: Context) -> bool:
+    """Return whether several threads of Python on a rank issue the collectives in which ranks wait.
+    The order between threads is no routine; a thread of autograd has its caller's order.
+    """
+    keys = {op.channel.key for op in ops if not (op.is_point_to_point or op.is_store_wait)}
+    for view in context.job.views.values():
+        of_python = {stack.thread for stack in view.log.stacks} - {view.main_thread}
+        issuing = {view.tracks[key].thread for key in keys if key in view.tracks}
+        if issuing & of_python and len(issuing) > 1:
+            return True
+    return False
+
+
+def locks_of(context: Context, case: CycleCase) -> list[tuple[int, ThreadStack]]:
+    """Return the threads of the ranks that wait for a lock, with their ranks."""
+    views = context.job.views
+    found = ((rank, each) for rank in case.cause.ranks for each in views[rank].log.stacks)
+    return [(rank, each) for rank, each in found if each.in_lock and each.source is not None]
 
 
 def _unmet_message(context: Context, path: Path) -> Unmet | None:

@@ -31,7 +31,8 @@ from commlens.diagnosis.index.job_index import (
     lost_count,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import ChannelKey, Collective, Frame, State
+from commlens.model.collective import ChannelKey, Collective, State
+from commlens.model.frames import waits_for_thread
 from commlens.model.grouping import grouped
 
 _EDGES_MAX = 1_000_000
@@ -428,7 +429,13 @@ class _GraphBuilder:
             return stuck.get(other.main_thread) or (
                 next(iter(stuck.values())) if len(stuck) == 1 else None
             )
-        return next(iter(stuck.values())) if _waits_for_other_thread(frames) else None
+        # a lock that only the blocked thread can release: all others wait for a lock, too
+        locked = len(stuck) == 1 and all(
+            each.in_lock or each.thread in stuck for each in other.log.stacks
+        )
+        innermost = [(frame.file, frame.function) for frame in frames[:3]]
+        waits = bool(frames) and (locked or waits_for_thread(innermost))
+        return next(iter(stuck.values())) if waits else None
 
     def _thread_of(self, other: RankView, key: ChannelKey) -> int:
         """Return the thread that last issued on a channel; the main thread if none has."""
@@ -448,14 +455,3 @@ def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:
     return any(part.index == message.index for part in parts) and any(
         part.peer != peer for part in parts
     )
-
-
-def _waits_for_other_thread(frames: tuple[Frame, ...]) -> bool:
-    """Return whether a thread may wait for another one of its process: in a join, or in a Python
-    lock or future.
-    """
-    for frame in frames[:3]:
-        in_library = frame.file.endswith(("threading.py", "concurrent/futures/_base.py"))
-        if in_library and frame.function in ("join", "_wait_for_tstate_lock", "result"):
-            return True
-    return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from commlens.diagnosis.align.call_paths import issued_by_library, parted, path_of
 from commlens.diagnosis.align.tie_break import sides_of
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet
+from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet, locks_of
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
@@ -48,6 +48,10 @@ from commlens.text import (
 _MORE_STEPS = (
     "A run with some successful steps before the fault would show which rank departs from its"
     " routine."
+)
+_BY_CHANCE = (
+    "Which thread takes a lock first changes from run to run, so no rank is more at fault than"
+    " another."
 )
 
 
@@ -127,11 +131,16 @@ def _words_of_undecided(context: Context, case: CycleCase) -> Words:
     sides, awaited = sides_of(ops), case.cause.awaited_result
     across = " across groups" if _is_across_groups(case) else ""
     summary = f"{ranks_phrase(ranks)} wait for each other{across}"
-    step = _step(ranks, ops, sides, unmet)
+    step, locks = _step(ranks, ops, sides, unmet), locks_of(context, case)
     if unmet is not None:
         summary = _unmet_summary(unmet)
     elif awaited is not None:
         summary, step = _awaited_result(awaited)
+    elif locks:
+        step = (
+            "find the lock that a thread holds during its collective while another thread needs it"
+            f" for its own: {joined(sorted({frame_phrase(each.source) for _, each in locks}))}"
+        )
     return Words(
         summary=summary,
         explanation=prose(
@@ -140,10 +149,15 @@ def _words_of_undecided(context: Context, case: CycleCase) -> Words:
         next_step=step,
         evidence=[
             *([f"{_counts(unmet)}."] if unmet is not None else []),
-            UNDECIDED,
+            *(
+                f"Thread {each.name} of {rank_phrase(rank)} waits for a lock (threading.Lock) at"
+                f" {frame_phrase(each.source)}."
+                for rank, each in locks
+            ),
+            *([] if locks else [UNDECIDED]),
             *_steps_as_evidence(case),
         ],
-        would_raise_confidence=_MORE_STEPS,
+        would_raise_confidence=_BY_CHANCE if locks else _MORE_STEPS,
     )
 
 

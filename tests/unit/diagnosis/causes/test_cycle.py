@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from builders import SCRIPT, Job, Op, Program, Stay, Step, all_reduce, collective, recv, send
 from goldens import hold
 from judging import blame, judge
 
 from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.ranklog import ThreadStack
 
 
 def test_a_receive_that_nobody_sends() -> None:
@@ -214,3 +216,44 @@ def test_a_schedule_of_a_pipeline_that_a_rank_leaves_out(rounds: int, odd: str) 
     assert (unmet.rank, unmet.message.op, unmet.issued) == (alone, odd, rounds)
     assert "train.py:24" in verdict.next_step and "train.py:26" in verdict.next_step
     hold(f"cycle/schedule-left-out-{odd}-{rounds}", verdict)
+
+
+@pytest.mark.parametrize("others", ["none", "one-that-may-release-it"])
+def test_two_threads_that_take_a_lock_in_any_order(others: str) -> None:
+    """Each thread holds the lock during its own collective, and the other thread of its rank waits
+    for it. Which comes first is chance: no rank is at fault.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        metrics = job.group("1", [0, 1])
+        for _ in range(8):
+            yield all_reduce(metrics, 1, line=11, function="log_metrics", thread=5000 + rank)
+            yield all_reduce(job.world, 4, line=34, function="main")
+        if rank == 0:
+            yield all_reduce(job.world, 4, line=24, function="main")
+        else:
+            yield all_reduce(metrics, 1, line=11, function="log_metrics", thread=5001)
+
+    logs = Job(2).run(program).logs()
+    for rank, log in enumerate(logs):
+        [blocked] = log.stacks
+        lines = {0: Frame(SCRIPT, 10, "log_metrics"), 1: Frame(SCRIPT, 31, "main")}
+        waiting = ThreadStack(
+            5000 if rank == 0 else log.pid,
+            "metrics",
+            (lines[rank],),
+            is_main=rank == 1,
+            in_lock=True,
+        )
+        blocked = msgspec.structs.replace(
+            blocked, thread=log.pid if rank == 0 else 5001, is_main=rank == 0
+        )
+        log.stacks = [blocked, waiting]
+        if others != "none":
+            log.stacks.append(ThreadStack(9, "other", (Frame(SCRIPT, 2, "serve"),)))
+    verdict = judge(logs)
+    if others != "none":
+        assert verdict.kind == "missing"
+        return
+    assert blame(verdict) == ("cycle", "in-collective", [], None)
+    hold("cycle/two-threads-and-a-lock", verdict)
