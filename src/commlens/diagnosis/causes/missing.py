@@ -215,13 +215,12 @@ def _works_too_long(context: Context, node: WaitNode, doing: Activity) -> bool:
 def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
     """Return how long others may wait for a working rank, in ns, before it counts as stuck.
 
-    None: visible compilation, a checkpoint that is being written and a block marked as slow may
-    take any time, but not longer than the process group's timeout.
+    None: visible compilation, a checkpoint that is being written, a block marked as slow and a
+    server without a request may take any time, but not longer than the process group's timeout.
     """
     log = context.job.views[rank].log
-    if log.expecting is not None or (
-        doing.why in ("compilation", "checkpoint-io") and not doing.unclear
-    ):
+    is_in_view = doing.why in ("compilation", "checkpoint-io") and not doing.unclear
+    if log.expecting is not None or is_in_view or doing.state == "serves":
         return None
     timeouts = 2 * TOO_LONG if doing.unclear else TOO_LONG
     return max(timeouts * context.job.stall_timeout_ns, _LONGER_THAN_BEFORE * longest_gap_ns(log))

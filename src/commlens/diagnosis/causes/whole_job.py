@@ -178,7 +178,6 @@ def _last_sent(track: Track) -> int:
 
 
 # of servers, gRPC and Ray, which wait for requests
-_IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})
 _INNER = (FrameKind.NATIVE, FrameKind.COMMLENS)
 _SHOWN = 4  # frames of a stack
 
@@ -233,11 +232,8 @@ def _is_motionless(view: RankView, limit_ns: int) -> bool:
     log, stack = view.log, view.log.main_stack
     if view.exit.ended or view.blocks or not is_at_rest(log):
         return False
-    for frame in stack.frames if stack is not None else ():
-        if frame.function in _IDLE or "/asyncio/" in frame.file:
-            return False
-        if frame.kind is FrameKind.USER:
-            break
+    if activity.serves(stack.frames if stack is not None else ()):
+        return False
     return 0 < log.main_stack_since_ns <= view.now_ns - limit_ns
 
 

@@ -13,7 +13,7 @@ import msgspec
 from commlens.diagnosis.index.process_exit import ProcessExit
 from commlens.diagnosis.select.job import last_moment
 from commlens.model.cause import Why
-from commlens.model.collective import Frame, FrameKind, Stack
+from commlens.model.collective import Collective, Frame, FrameKind, Stack
 from commlens.model.frames import SETUP_FUNCTIONS
 from commlens.model.ranklog import Observation, RankLog
 
@@ -55,6 +55,8 @@ _DATA_NAMES = re.compile(
 )
 State = Literal[
     "runs",
+    "serves",
+    "left",
     "not-initialised",
     "expected-slow",
     "uninterruptible",
@@ -70,10 +72,11 @@ State = Literal[
 ]
 """The kind of work that keeps a rank outside of collectives.
 
-``runs``: its own code, as far as is known. ``expected-slow``: in a block that the program marked.
-``debugged``: a debugger has stopped it. ``ended``: by itself or because of a peer. ``was-ended``:
-from outside, after the fault, so what counts is where it was before. ``in-another-group``: in a
-collective of a group without another known rank.
+``runs``: its own code, as far as is known. ``serves``: waits in an event loop, such as a
+server's. ``left``: its own code, after it destroyed its last process group. ``expected-slow``: in
+a block that the program marked. ``debugged``: a debugger has stopped it. ``ended``: by itself or
+because of a peer. ``was-ended``: from outside, after the fault, so what counts is where it was
+before. ``in-another-group``: in a collective of a group without another known rank.
 """
 
 SignKind = Literal[
@@ -217,6 +220,10 @@ def _running(
         return doing
     if end.kind == "terminated":
         return Activity(why, False, "was-ended", frame, [Sign("exit", exit=end)], watched)
+    if log.left:  # it cannot take part in collectives any more, whatever it does
+        return Activity(why, False, "left", frame, signs, True)
+    if watched and serves(frames):
+        return Activity(why, True, "serves", frame, signs, watched, unclear=not moves)
     if moves:
         return Activity(why, True, state, frame, signs, watched)
     if state == "not-initialised":
@@ -250,21 +257,28 @@ def _standing_still(
     return Activity(why, False, "runs", frame, signs, watched)
 
 
+def _ops_of_main(log: RankLog) -> list[Collective]:
+    """Return the collectives without those that other threads of Python issued."""
+    main = log.main_stack
+    others = {each.thread for each in log.stacks if main is not None and each.thread != main.thread}
+    return [op for op in log.collectives if op.issue_thread not in others]
+
+
 def quiet_ns(log: RankLog) -> int:
-    """Return how long ago the rank last issued or left a collective; 0 if unknown."""
+    """Return how long ago the rank's main thread last issued or left a collective; 0 if unknown."""
     now = log.captured_ns or last_moment(log)
     latest = 0
-    for op in reversed(log.collectives[-8:]):
+    for op in _ops_of_main(log)[-8:]:
         latest = max(latest, op.announced_ns, op.returned_ns, op.wait_ended_ns, op.wait_began_ns)
     return max(0, now - latest) if latest else 0
 
 
 def longest_gap_ns(log: RankLog) -> int:
-    """Return the longest time that the rank spent between two collectives, as far as it is
-    recorded.
+    """Return the longest time that the rank's main thread spent between two collectives, as far as
+    it is recorded.
     """
     left = longest = 0
-    for op in log.collectives:
+    for op in _ops_of_main(log):
         longest = max(longest, op.announced_ns - left if left else 0)
         left = max(left, op.returned_ns, op.wait_ended_ns)
     return longest
@@ -281,6 +295,22 @@ def is_locked_out(log: RankLog) -> bool:
         and not any(op.in_flight for op in log.collectives)
         and all(frame.function != "_engine_run_backward" for frame in main.frames)
     )
+
+
+_SERVERS: Final = frozenset({"serve_forever", "wait_for_termination", "main_loop"})
+_LOOPS: Final = re.compile(r"/(asyncio|zmq|tornado)/")
+
+
+def serves(frames: Stack) -> bool:
+    """Return whether a thread waits in an event loop, such as a server's: only an event, such as a
+    request, makes it go on.
+    """
+    for frame in frames:
+        if frame.function in _SERVERS or _LOOPS.search(frame.file):
+            return True
+        if frame.kind is FrameKind.USER:
+            break
+    return False
 
 
 _CHILD: Final = re.compile(

@@ -355,7 +355,7 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
     waiting, ranks = absence.waiting, ranks_phrase(cause.ranks)
     match doubt:
         case "may-be-working":
-            return _may_be_working(cause)
+            return _may_be_working(cause, absence)
         case "outside-not-recorded":
             return (
                 "A recorder of collectives does not show what a rank does between them; a stack of"
@@ -387,8 +387,10 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
     return _DOUBTS[doubt]
 
 
-def _may_be_working(cause: Missing) -> str:
+def _may_be_working(cause: Missing, absence: Absence) -> str:
     question = "waits for a disk or a server" if cause.activity.unclear else "is in an endless loop"
+    if absence.doing.state == "serves":
+        question = "should have got an event that it waits for"
     advice = (
         "if its work may take this long, give the process group a longer timeout"
         if cause.timed_out
@@ -419,11 +421,13 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
     they_wait = ranks_and_verb(absence.waiting, "waits", "wait")
     waited = context.longest_wait(absence.waiting)
     so_far = f", {duration(waited)} so far" if waited else ""
-    why = ": the reason is unknown" if cause.activity.unclear else ""
+    serves = absence.doing.state == "serves"
+    why = ": the reason is unknown" if cause.activity.unclear and not serves else ""
+    work = "waiting in an event loop" if serves else _work(context, cause)
     return Words(
         summary=(
             f"{they_wait} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')}"
-            f" {_work(context, cause)}{so_far}{why}"
+            f" {work}{so_far}{why}"
         ),
         explanation=prose(
             f"{phrases.name(context, ranks[0])} {activity_words(absence.doing)};"
@@ -437,7 +441,7 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
             else "wait"
         ),
         evidence=about_signs(absence),
-        would_raise_confidence=_doubt_of_work(cause),
+        would_raise_confidence=_doubt_of_work(cause, serves=serves),
     )
 
 
@@ -460,7 +464,11 @@ def _limit(cause: Working) -> str:
     )
 
 
-def _doubt_of_work(cause: Working) -> str | None:
+def _doubt_of_work(cause: Working, *, serves: bool) -> str | None:
+    if serves:
+        return (
+            "Whether a request, or what else it waits for, is overdue does not show from outside."
+        )
     if cause.activity.unclear:
         return "Nothing shows work or a fault: it may wait for a disk or a server."
     if cause.activity.observed:

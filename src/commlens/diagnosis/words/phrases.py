@@ -100,9 +100,12 @@ def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
     inside = f" in {where}" if where else ""
     since = f" for {duration(doing.for_ns)}" if doing.for_ns else ""
     is_, has = verb(ranks, "is", "are"), verb(ranks, "has", "have")
+    the_last = verb(ranks, "its last process group", "their last process groups")
     quotas = verb(ranks, "its cgroup's quota", "their cgroups' quotas")
     words: dict[str, str] = {
         "runs": _running(doing, ranks, inside, since),
+        "serves": f"{has} been waiting in an event loop{inside and f' ({where})'}{since}",
+        "left": f"{has} destroyed {the_last}{f' and {is_}' if inside else ''}{inside}",
         "not-initialised": f"{has} not called init_process_group yet",
         "expected-slow": f"{is_} in a block marked as slow ({doing.expecting})",
         "uninterruptible": f"{is_} in uninterruptible I/O{inside}{since}",

@@ -11,9 +11,10 @@ from goldens import hold
 from judging import blame, judge
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.index.activity import quiet_ns
 from commlens.diagnosis.standstill import cannot_go_on
 from commlens.model.collective import Channel, Frame, FrameKind, LearnedHow, State
-from commlens.model.ranklog import End, Observation
+from commlens.model.ranklog import End, Observation, ThreadStack
 
 SLEEP = Stay(57, "load_batch")
 
@@ -523,3 +524,79 @@ def test_messages_of_one_number_to_several_ranks_name_all_of_these() -> None:
     verdict = judge(Job(6).run(program).logs())
     assert verdict.culprits == [2, 3]
     hold("missing/messages-of-several-ranks", verdict)
+
+
+@pytest.mark.parametrize("inner", ["asyncio", "serve_forever", ""])
+def test_an_idle_server_is_no_fault(inner: str) -> None:
+    """The rank that sends the others their commands waits for a request."""
+    frames = {
+        "asyncio": (Frame("/lib/python3.11/asyncio/base_events.py", 9, "_run_once"),),
+        "serve_forever": (Frame("/lib/python3.11/socketserver.py", 9, "serve_forever"),),
+        "": (),
+    }
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(6):
+            yield collective("broadcast", job.world, line=20, root=0)
+            yield all_reduce(job.world, line=21)
+        if rank == 0:
+            still = Observation(
+                End.RUNNING, proc_state="S", window_s=5.0, cpu_s=0.0, stack_moved=False
+            )
+            yield Stay(40, "main", still, tuple(kind_python(frames[inner])))
+        yield collective("broadcast", job.world, line=20, root=0)
+
+    def kind_python(given: tuple[Frame, ...]) -> list[Frame]:
+        return [msgspec.structs.replace(frame, kind=FrameKind.PYTHON) for frame in given]
+
+    verdict = judge(Job(3).run(program).logs())
+    assert verdict.kind == ("waiting" if inner else "missing")
+    assert verdict.culprits == ([] if inner else [0])
+    if inner == "asyncio":
+        hold("missing/idle-server", verdict)
+
+
+def test_a_rank_that_destroyed_its_group_never_arrives() -> None:
+    """However busy it is with something else."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            busy = Observation(
+                End.RUNNING, proc_state="R", window_s=5.0, cpu_s=4.0, stack_moved=True
+            )
+            yield Stay(40, "send_results", busy)
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(3).run(program).logs()
+    assert judge(logs).kind == "waiting"
+    logs[1].left = True
+    verdict = judge(logs)
+    assert blame(verdict) == ("missing", "user-code", [1], "train.py:40")
+    assert verdict.confidence == "high"
+    hold("missing/destroyed-its-group", verdict)
+
+
+def test_a_heartbeat_of_another_thread_is_no_work_of_the_main_one() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            yield Stay(40, "wait_for")
+        yield all_reduce(job.world, line=30)
+
+    job = Job(3)
+    logs = job.run(program).logs()
+    [main], [last] = logs[1].stacks, logs[1].collectives
+    beat = ThreadStack(7, "heartbeat", (Frame("/me/train.py", 5, "beat"),))
+    logs[1].stacks = [main, beat]
+    now = logs[1].captured_ns
+    logs[1].collectives.append(
+        msgspec.structs.replace(
+            last, index=2, channel=Channel(job.group("1", [0, 1, 2]), "cpu"),
+            announced_ns=now - 1, returned_ns=now, done_ns=now, issue_thread=7,
+            wait_thread=7, wait_began_ns=now, wait_ended_ns=now,
+        )
+    )  # fmt: skip
+    logs[1].issued = 2
+    assert quiet_ns(logs[1]) > 10**9
+    assert blame(judge(logs))[:3] == ("missing", "user-code", [1])
