@@ -376,7 +376,7 @@ def _broken(
         broken, key=lambda pair: (worst.isdisjoint(pair[:2]), pair)
     )
     others = tuple(sorted(set(by_rank) - set(minority)))
-    sides = (others, minority)
+    sides: Sequence[tuple[int, ...]] = (others, minority)
     if not minority and sender != receiver:  # of one pair, either may be wrong
         rest = tuple(rank for rank in others if rank not in (sender, receiver))
         sides = ((sender,), (receiver,), rest)

@@ -215,7 +215,7 @@ def _raised(case: MismatchCase) -> str:
         return ""
     return (
         f"{capital(rank_phrase(case.suspects[0]))} called {case.raised.op} there, too; that raised"
-        f" {phrases.first_line(case.raised.error)}, and its program went on."
+        f" {phrases.first_line(case.raised.error or '')}, and its program went on."
     )
 
 
