@@ -145,10 +145,7 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
             name, native_id = thread.name, thread.native_id or 0
         if is_main:
             main_hash = _hash(walked)
-            innermost = [(code.co_filename, code.co_name) for code, _, _ in walked[:3]]
-            main_runs_user_code = not waits_for_thread(innermost) and any(
-                _is_user_code(code.co_filename) for code, _, _ in walked
-            )
+            main_runs_user_code = _runs_user_code(walked)
         elif native_id == issuing and native_id:
             issuing_hash = _hash(walked)
         threads.append(
@@ -158,15 +155,23 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
                 "name": name,
                 "main": is_main,
                 "f": shortened(backward_caller.described(walked)),
-                **({"in_lock": True} if waits_for_lock(ident) else {}),
+                "in_lock": waits_for_lock(ident),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
     if [entry["main"] for entry in threads] == [True] and _is_locked_out():
         threads[0]["locked_out"] = True
-    if main_runs_user_code:
-        return threads, main_hash, True
-    return threads, hash((main_hash, issuing_hash)), False
+    if not main_runs_user_code:
+        main_hash = hash((main_hash, issuing_hash))
+    return threads, main_hash, main_runs_user_code
+
+
+def _runs_user_code(walked: Walked) -> bool:
+    """Return whether the main thread runs the user's code, and does not wait for another thread."""
+    innermost = [(code.co_filename, code.co_name) for code, _, _ in walked[:3]]
+    return not waits_for_thread(innermost) and any(
+        _is_user_code(code.co_filename) for code, _, _ in walked
+    )
 
 
 def other_threads() -> set[int]:

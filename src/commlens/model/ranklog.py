@@ -112,6 +112,12 @@ class ThreadStack(msgspec.Struct, frozen=True):
         """The innermost user frame."""
         return user_frame(self.frames)
 
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether it runs the user's code, and does not wait for another thread."""
+        innermost = [(frame.file, frame.function) for frame in self.frames[:3]]
+        return any(user_lines(self.frames)) and not waits_for_thread(innermost)
+
 
 class UsualWait(msgspec.Struct, frozen=True):
     """How long the ranks of a node were in the collectives of one place: the same group, op and
@@ -322,10 +328,7 @@ class RankLog(msgspec.Struct):
             key=lambda stack: stack.taken_ns,
             default=None,
         )
-        if main is None or not main.frames:
-            return main
-        waits = waits_for_thread((frame.file, frame.function) for frame in main.frames[:3])
-        if any(user_lines(main.frames)) and not waits:
+        if main is None or not main.frames or main.runs_user_code:
             return main
         others = [
             stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))

@@ -172,19 +172,22 @@ def test_another_thread_that_waits_for_a_lock(take: str, in_lock: bool) -> None:
 
 
 @pytest.mark.launches
-def test_whether_the_main_thread_tells_if_the_program_moves() -> None:
-    program = """
+@pytest.mark.parametrize(
+    ("wait", "follows_main"), [("time.sleep(30)", True), ("other.join()", False)]
+)
+def test_whether_the_main_thread_tells_if_the_program_moves(wait: str, follows_main: bool) -> None:
+    program = f"""
 import os, threading, time
 from commlens.capture import stacks
-told = []
 def look():
-    time.sleep(0.3)
-    told.append(stacks.all_threads(0)[2])
+    told, end = None, time.monotonic() + 1.0
+    while told is not {follows_main} and time.monotonic() < end:
+        time.sleep(0.05)
+        told = stacks.all_threads(0)[2]
+    os._exit(told is not {follows_main})
+threading.Thread(target=look, name="commlens-test").start()
+other = threading.Thread(target=time.sleep, args=(30,))
+other.start()
 {wait}
-os._exit(told != [{follows_main}])
 """
-    looks = "looker = threading.Thread(target=look, name='commlens-test'); looker.start()"
-    for wait, follows_main in (("time.sleep(1)", True), ("other.join()", False)):
-        before = f"{looks}\nother = threading.Thread(target=time.sleep, args=(1,)); other.start()"
-        code = program.format(wait=f"{before}\n{wait}", follows_main=follows_main)
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -15,6 +15,7 @@ the node of its thread, which is followed in turn.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import RecordMismatch, from_any, pair_with_any_source
@@ -31,7 +32,7 @@ from commlens.diagnosis.index.job_index import (
     lost_count,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import ChannelKey, Collective, State
+from commlens.model.collective import ChannelKey, Collective, Frame, State
 from commlens.model.frames import waits_for_thread
 from commlens.model.grouping import grouped
 
@@ -429,12 +430,7 @@ class _GraphBuilder:
             return stuck.get(other.main_thread) or (
                 next(iter(stuck.values())) if len(stuck) == 1 else None
             )
-        # a lock that only the blocked thread can release: all others wait for a lock, too
-        locked = len(stuck) == 1 and all(
-            each.in_lock or each.thread in stuck for each in other.log.stacks
-        )
-        innermost = [(frame.file, frame.function) for frame in frames[:3]]
-        waits = bool(frames) and (locked or waits_for_thread(innermost))
+        waits = frames and (_is_locked(other, stuck) or waits_for_thread(_names(frames[:3])))
         return next(iter(stuck.values())) if waits else None
 
     def _thread_of(self, other: RankView, key: ChannelKey) -> int:
@@ -445,6 +441,18 @@ class _GraphBuilder:
         sent = (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key)
         last = max(sent, key=lambda op: op.index, default=None)
         return (last.issue_thread if last is not None else 0) or other.main_thread
+
+
+def _names(frames: Sequence[Frame]) -> list[tuple[str, str]]:
+    return [(frame.file, frame.function) for frame in frames]
+
+
+def _is_locked(view: RankView, stuck: Collection[int]) -> bool:
+    """Return whether only the one stuck thread can release the lock for which each of the others
+    waits.
+    """
+    threads = view.log.stacks
+    return len(stuck) == 1 and all(each.in_lock or each.thread in stuck for each in threads)
 
 
 def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:

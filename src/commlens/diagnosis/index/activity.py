@@ -224,6 +224,14 @@ def _running(
         return Activity(why, False, "left", frame, signs, True)
     if watched and serves(frames):
         return Activity(why, True, "serves", frame, signs, watched, unclear=not moves)
+    return _as_seen(log, kind, frame, active_ns_ago, why, state)
+
+
+def _as_seen(
+    log: RankLog, kind: FrameClass, frame: Frame | None, active_ns_ago: int, why: Why, state: State
+) -> Activity:
+    """Classify a process that could run by its movement alone."""
+    signs, moves, watched = movement(log)
     if moves:
         return Activity(why, True, state, frame, signs, watched)
     if state == "not-initialised":

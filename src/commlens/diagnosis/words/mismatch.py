@@ -13,7 +13,7 @@ from commlens.diagnosis.causes.mismatch import MismatchCase, SwappedCase, has_on
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.messages import messages_part, why_astray
-from commlens.diagnosis.words.next_steps import mismatch_step, tie_step
+from commlens.diagnosis.words.next_steps import mismatch_step, raised_step, tie_step
 from commlens.diagnosis.words.phrases import (
     UNDECIDED,
     describe_sides,
@@ -71,7 +71,6 @@ def words(context: Context, case: Case[MismatchCause]) -> Words:
     """
     if not isinstance(case, MismatchCase):
         return _race(context, case)
-    mismatch = case.mismatch
     evidence = _evidence(case)
     for other in case.alike:
         if len(evidence) < _EVIDENCE_MAX:
@@ -84,11 +83,7 @@ def words(context: Context, case: Case[MismatchCause]) -> Words:
             _consequence(case),
             _aborted(context, case),
         ),
-        next_step=(
-            tie_step([mismatch.ops[side[0]] for side in _sides_of_tie(case)])
-            if mismatch.tie and mismatch.astray is None
-            else mismatch_step(mismatch, case.own, case.usual, case.paths, case.raised)
-        ),
+        next_step=_next_step(case),
         evidence=evidence,
         would_raise_confidence=_what_would_show(case),
     )
@@ -146,6 +141,15 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
             else None
         ),
     )
+
+
+def _next_step(case: MismatchCase) -> str:
+    mismatch = case.mismatch
+    if mismatch.tie and mismatch.astray is None:
+        return tie_step([mismatch.ops[side[0]] for side in _sides_of_tie(case)])
+    if case.raised is not None:
+        return raised_step(case.raised, mismatch.culprits)
+    return mismatch_step(mismatch, case.own, case.usual, case.paths)
 
 
 def _is_of_checkpoint(op: Collective) -> bool:

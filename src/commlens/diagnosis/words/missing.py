@@ -189,6 +189,11 @@ def _next_step(case: MissingCase) -> str:
     if case.loop is not None:
         return midway_step(case.loop, cause.culprits)
     culprits = cause.culprits or sorted([*ranks, *waiting])
+    if absence.doing.state == "left":
+        return (
+            f"let {ranks_phrase(culprits)} call destroy_process_group only after the last"
+            " collective of all ranks"
+        )
     return missing_step(absence.doing, culprits, op, ended=cause.over)
 
 

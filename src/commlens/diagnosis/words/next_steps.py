@@ -78,8 +78,8 @@ def tie_step(ops: Sequence[Collective]) -> str:
         return f"find out why one side comes to {here}, and the other to {there}"
     if len(lines) > 1:
         return f"find out why the sides come to different lines: {joined(lines[:3])}"
-    if len(ops) == 1 or (len(lines) == 1 and {op.op for op in ops} == {"all_to_all"}):
-        line = f" at {lines[0]}" if lines else ""
+    if len(ops) == 1 or _are_exchanges(ops):
+        line = "".join(f" at {line}" for line in lines)
         differs = "splits" if ops[0].op == "all_to_all" else "groups"
         return step_without_tensors(ops[0].op, line) or (
             f"compare the {differs} that these ranks pass to {ops[0].op}{line}"
@@ -90,6 +90,10 @@ def tie_step(ops: Sequence[Collective]) -> str:
             " `commlens launch` records them, or torch's Flight Recorder (TORCH_FR_BUFFER_SIZE)"
         )
     return f"find out why the ranks reach {lines[0]} with different calls"
+
+
+def _are_exchanges(ops: Iterable[Collective]) -> bool:
+    return {op.op for op in ops} == {"all_to_all"}
 
 
 def missing_step(
@@ -106,10 +110,6 @@ def missing_step(
             f"find the branch in which {subject} {verb(ranks, 'comes', 'come')} to that collective"
             f" without {op.op if op is not None else 'this one'}, and the other ranks of that"
             " group, of which no line tells"
-        )
-    if doing.state == "left":
-        return (
-            f"let {subject} call destroy_process_group only after the last collective of all ranks"
         )
     where = (
         f"{doing.frame.function} ({doing.frame.where})"
@@ -303,23 +303,22 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
     return f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at {output}"
 
 
+def raised_step(raised: Collective, ranks: Sequence[int]) -> str:
+    """Recommend a step for ranks whose call raised an error, after which their program went on."""
+    return (
+        f"find out why {raised.op}{at(raised)} raises on {ranks_phrase(ranks)}, and let the program"
+        " end there, or go on in the same way on all ranks"
+    )
+
+
 def mismatch_step(
-    mismatch: RecordMismatch,
-    first: Collective,
-    usual: Collective | None,
-    paths: tuple[Path, Path],
-    raised: Collective | None = None,
+    mismatch: RecordMismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
 ) -> str:
     """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and
-    the others part; ``raised`` is a call of theirs of the others' collective.
+    the others part.
     """
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
     mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
-    if raised is not None:
-        return (
-            f"find out why {raised.op}{at(raised)} raises on {culprits}, and let the program end"
-            " there, or go on in the same way on all ranks"
-        )
     left_out = shift.skipped if shift is not None and shift.by > 0 else usual
     if mismatch.departure and left_out is not None:
         extra, skipped = f"issued an extra {first.op}{mine}", f"skipped {left_out.op}{theirs}"
