@@ -1,4 +1,10 @@
-"""Decide what to do with a job after a verdict: one table over causes."""
+"""Decide what to do with a job after a verdict: one table over causes.
+
+A rank that died because its GPU fell off the bus: start the job again without that node. Ranks that
+disagree on a collective: do not start it again unchanged, each attempt will meet that fault. At the
+end of the module, verdicts on earlier attempts at the same job are compared: a fault that comes
+back does not pass by itself.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +62,7 @@ from commlens.model.verdict import Action, Because, Do, Finding, Verdict
 from commlens.model.xids import xid
 
 Decided = tuple[Do, Because, Confidence]
+"""What to do, why, and how sure that is: a row of the tables."""
 
 NOT_KNOWN: Final[Decided] = ("unknown", "not-known", "low")
 _PROGRAM: Final[Decided] = ("stop", "program", "high")
@@ -251,7 +258,7 @@ def _broken_part(broken: Sequence[Hardware]) -> Decided:
     return "exclude-node", "hardware", "high" if any(each.own for each in broken) else "medium"
 
 
-# --- rows
+# --- the rows of single causes
 
 
 _DONE_WITH_IT: Final[tuple[Outcome, ...]] = (
@@ -330,10 +337,6 @@ def _ended(cause: Ended) -> Decided:
     return ("retry", "killed", "low") if was_cut else NOT_KNOWN
 
 
-def _refused(cause: Refused) -> Decided:
-    return NOT_KNOWN if cause.refused_for in ("ended", "not-arrived") else _PROGRAM
-
-
 def _told_by_errors(cause: ToldByErrors) -> Decided:
     if cause.report == "checkpoint":
         return _raised(cause.error or "", "medium")
@@ -370,30 +373,22 @@ def _diverged(cause: Diverged) -> Decided:
     return ("stop", "program", "medium") if cause.departure in _BY_PROGRAMS else NOT_KNOWN
 
 
-def _waiting(cause: Working) -> Decided:
-    return "wait", "working", "high" if cause.expected else "medium"
-
-
-def _not_known(_: Cause) -> Decided:
-    return NOT_KNOWN
-
-
 _ROWS: Final[Mapping[type[Cause], Callable[[Any], Decided]]] = MappingProxyType(
     {
         Missing: _missing,
         StuckInside: _stuck_inside,
         Dead: _dead,
         Ended: _ended,
-        Refused: _refused,
+        Refused: lambda cause: (
+            NOT_KNOWN if cause.refused_for in ("ended", "not-arrived") else _PROGRAM
+        ),
         ToldByErrors: _told_by_errors,
         ToldByLogs: _told_by_logs,
         Diverged: _diverged,
-        Working: _waiting,
-        HelpersAwaited: _not_known,
-        Unrecorded: _not_known,
-        Unwritten: _not_known,
-        Motionless: _not_known,
-        Unexplained: _not_known,
+        Working: lambda cause: ("wait", "working", "high" if cause.expected else "medium"),
+        **dict.fromkeys(
+            (HelpersAwaited, Unrecorded, Unwritten, Motionless, Unexplained), lambda _: NOT_KNOWN
+        ),
     }
 )
 """The causes that are not always faults of the program. Mismatches, cycles, groups that differ and

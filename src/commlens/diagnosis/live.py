@@ -1,5 +1,6 @@
-"""Compare the records of a running job: find the ranks that disagree or are out of step. Nothing
-here is about waiting.
+"""Compare the records of a running job: find the ranks that disagree or are out of step, while
+nothing hangs yet. Ranks that pass different reduce ops to one all_reduce, for example, get wrong
+results and go on. Nothing here is about waiting.
 """
 
 from __future__ import annotations

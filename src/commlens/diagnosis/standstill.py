@@ -2,7 +2,9 @@
 ranks that others wait for have stayed away.
 
 One look shows that nothing moves now. Only several looks show that every thread stays where it is,
-which tells a job that cannot go on from one that pauses between two steps of its work.
+which tells a job that cannot go on from one that pauses between two steps of its work. So a watcher
+that finds a fault looks three times, over 2 s or more: if each thread of each rank is at the same
+line, with the same collectives in flight, it need not wait for the stall timeout.
 """
 
 from __future__ import annotations

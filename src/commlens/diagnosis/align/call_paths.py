@@ -1,10 +1,17 @@
 """Where the call paths of two ranks part: the user's lines on the way to a collective that the
-other rank does not have.
+other rank does not have::
+
+    rank 0:  train.py:60 main --> model.py:31 forward
+    rank 1:  train.py:61 main --> train.py:45 generate --> model.py:31 forward
+
+Both are in the collective at model.py:31, which tells nothing; the paths part in ``main``. So the
+path of rank 1 is "train.py:61 main -> train.py:45 generate -> model.py:31 forward", and its place
+is train.py:45, the innermost line that rank 0 does not have.
 """
 
 from __future__ import annotations
 
-import itertools
+from itertools import dropwhile, takewhile
 from typing import NamedTuple
 
 from commlens.diagnosis.index.job_index import JobIndex
@@ -34,7 +41,7 @@ class Path(NamedTuple):
         )
 
 
-def part(
+def parting_paths_of_ranks(
     job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
 ) -> tuple[Path, Path]:
     """Return the paths to the collectives of two ranks that met, from where they part; their own
@@ -44,28 +51,40 @@ def part(
     So a rank's path is compared with the one by which it used to meet the others at the line where
     they are now, if it did.
     """
-    alone = path_of(own), path_of(other)
-    if parted(own.stack, other.stack) is None:
-        return alone
     usual = _usual_stack(job, rank, own, rank_met, other)
-    paths = parted(own.stack, usual)
-    if paths is None:
-        return alone
+    paths = parting_paths(own.stack, usual)
+    if paths is None or parting_paths(own.stack, other.stack) is None:
+        return path_of(own), path_of(other)
     mine, theirs = paths
     line = _new_line(job, rank, own, other)
     if line is not None:
         mine = mine._replace(line=line, place=frame_phrase(line))
     if usual == other.stack:
         return mine, theirs
-    rest = [*user_lines(other.stack)][::-1]
-    first = next(
-        (i for i, frame in enumerate(rest) if frame in usual and frame not in own.stack), len(rest)
-    )
-    return mine, (
-        _path(rest[first:], own.stack, None)
-        if first < len(rest)
-        else theirs._replace(line=other.source)
-    )
+    # the other rank's own lines, from the first one that is on the usual path on
+    lines = [*user_lines(other.stack)][::-1]
+    own_part = [*dropwhile(lambda frame: frame not in usual or frame in own.stack, lines)]
+    if own_part:
+        return mine, _path(own_part, own.stack, None)
+    return mine, theirs._replace(line=other.source)
+
+
+def _usual_stack(
+    job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
+) -> Stack:
+    """Return the stack with which the rank used to meet the others at the line where they are now;
+    theirs if it never did.
+    """
+    key, lines = own.channel.key, [*user_lines(other.stack)]
+    mine, theirs = job.views[rank].tracks.get(key), job.views[rank_met].tracks.get(key)
+    if mine is None or theirs is None or not lines:
+        return other.stack
+    for number in range(own.sequence_number - 1, max(0, own.sequence_number - _LOOK_BACK), -1):
+        if number not in mine.ops or number not in theirs.ops:
+            break
+        if [*user_lines(theirs.ops[number].stack)] == lines:
+            return mine.ops[number].stack
+    return other.stack
 
 
 def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> Frame | None:
@@ -79,15 +98,16 @@ def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> F
         for number in numbers
         if track is not None and (op := track.ops.get(number)) is not None
     }
+    if not stacks:
+        return None
     known = {frame for stack in (other.stack, *stacks.values()) for frame in stack}
-    return (
-        next((frame for frame in user_lines(own.stack) if frame not in known), None)
-        if stacks
-        else None
-    )
+    return next((frame for frame in user_lines(own.stack) if frame not in known), None)
 
 
-def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
+# --- two stacks
+
+
+def parting_paths(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     """Return two paths from where they part; None if they are the same, or have no outermost
     function in common.
     """
@@ -124,9 +144,12 @@ def _differing_frames(own: Stack, other: Stack) -> tuple[list[Frame], list[Frame
     return mine, mine[common:], theirs[common:]
 
 
+# --- one stack
+
+
 def issued_by_library(stack: Stack) -> bool:
     """Return whether a library calls torch's function, such as a schedule of a pipeline."""
-    own = itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack)
+    own = takewhile(lambda frame: frame.kind is not FrameKind.USER, stack)
     return any(
         frame.kind in (FrameKind.TORCH, FrameKind.LIBRARY)
         and not frame.file.endswith(("c10d.py", "c10d_logger.py"))
@@ -173,27 +196,6 @@ def in_package(frame: Frame) -> str:
     """``"torch/distributed/checkpoint/utils.py:135 gather_object"``: a library's line, without the
     path to its packages.
     """
-    file = (
-        frame.file.rpartition("-packages/")[2]
-        if "-packages/" in frame.file
-        else frame.file.rpartition("/")[2]
-    )
+    separator = "-packages/" if "-packages/" in frame.file else "/"
+    file = frame.file.rpartition(separator)[2]
     return f"{file}:{frame.line} {frame.function}"
-
-
-def _usual_stack(
-    job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
-) -> Stack:
-    """Return the stack with which the rank used to meet the others at the line where they are now;
-    theirs if it never did.
-    """
-    key, lines = own.channel.key, [*user_lines(other.stack)]
-    mine, theirs = job.views[rank].tracks.get(key), job.views[rank_met].tracks.get(key)
-    if mine is None or theirs is None or not lines:
-        return other.stack
-    for number in range(own.sequence_number - 1, max(0, own.sequence_number - _LOOK_BACK), -1):
-        if number not in mine.ops or number not in theirs.ops:
-            break
-        if [*user_lines(theirs.ops[number].stack)] == lines:
-            return mine.ops[number].stack
-    return other.stack

@@ -1,5 +1,8 @@
 """The rank that arrives last, how late and how often, in a job that is not stuck.
 
+Of the collectives 1 to 500 of a group, rank 3 came last to 320, for which the others waited 4.1 s
+in all: from the moment when the second to last had come.
+
 Arrival counts, not duration: a collective makes the ranks that wait look slow. Hosts' clocks
 differ; since all ranks leave a collective together, the times at which they leave show by how much.
 """
@@ -48,7 +51,7 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
     if last - first + 1 < _MIN_COLLECTIVES:
         return []
     ranks = sorted(columns)
-    came, left = [], []
+    came, left = [], []  # a row for each rank, with a time for each collective
     for rank in ranks:
         ops = columns[rank]
         begin, end = np.searchsorted(ops.numbers, [first, last + 1])
@@ -64,7 +67,7 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
     arrived = _corrected(arrived[:, known], gone[:, known])
     numbers = np.flatnonzero(known) + first
     order = np.sort(arrived, axis=0)
-    late: Integers = order[-1] - order[-2]
+    late: Integers = order[-1] - order[-2]  # the last one after the second to last
     last_row = arrived.argmax(axis=0)
     found = []
     for row, rank in enumerate(ranks):

@@ -3,7 +3,9 @@ receive from any source took them.
 
 A send that is not received yet is no fault, and neither is a receive that waits. So a message is
 astray only if the other side is stuck or has ended, and if one of the two departs from its own tags
-or peers, or from the distance that the other ranks keep.
+or peers, or from the distance that the other ranks keep: in a ring of 8 ranks, each sends to the
+next one, and rank 3 sends to rank 5, which receives from rank 4. Rank 4 waits for rank 3's message,
+so rank 3 names the wrong destination.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
+from typing import NamedTuple
 
 from commlens.diagnosis.align.alignment import (
     Astray,
@@ -28,6 +31,8 @@ from commlens.diagnosis.align.tie_break import UNDECIDED, by_routine
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.model.collective import ChannelKey, Collective
+
+# --- a receive from any source took the message
 
 
 @dataclass
@@ -143,6 +148,8 @@ def _ordered_by(job: JobIndex, view: RankView, index: int) -> Iterator[tuple[int
             ][:1]
 
 
+# --- the tags differ, or one side names the wrong rank
+
 _MESSAGES_MAX = 256  # of a ring of thousands of ranks, each has one that is stuck
 _OTHERS_MAX = 16  # ranks whose distances are compared
 
@@ -187,17 +194,27 @@ def _find_misdirected(job: JobIndex, view: RankView, op: Collective) -> RecordMi
     left = _unmatched(*pair, key, received=sends)
     if left:
         return _other_tag(job, *pair, *((op, left[0]) if sends else (left[0], op)))
-    # This rank names the wrong one: the one that it usually names waits for it, or has sent to it.
-    usual, reason = _usual_peer(job, view, op)
-    if usual in job.views and usual != view.rank:
-        usually = (view, job.views[usual]) if sends else (job.views[usual], view)
-        left = _unmatched(*usually, key, received=sends)
-        if left and sends:
-            return _to_wrong_rank(job, view, op, job.views[usual], left[0], reason)
-        if left:
-            astray = Astray("wrong-source", reason)
-            return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), astray)
-    return None if sends else _sent_elsewhere(job, other, view, op)
+    return _named_wrong_rank(job, view, op) or (
+        None if sends else _sent_elsewhere(job, other, view, op)
+    )
+
+
+def _named_wrong_rank(job: JobIndex, view: RankView, op: Collective) -> RecordMismatch | None:
+    """Return the mismatch of a message that names another rank than usual, while the usual one
+    waits for it, or has sent to this rank.
+    """
+    expected, sends = _usual_peer(job, view, op), op.op == "send"
+    usual = job.views.get(expected.rank) if expected is not None else None
+    if expected is None or usual is None or usual is view:
+        return None
+    pair = (view, usual) if sends else (usual, view)
+    left = _unmatched(*pair, op.channel.key, received=sends)
+    if left and sends:
+        return _to_wrong_rank(job, view, op, usual, left[0], expected.reason)
+    if left:
+        astray = Astray("wrong-source", expected.reason)
+        return _mismatch(job, (usual.rank, left[0]), (view.rank, op), (view.rank,), astray)
+    return None
 
 
 def _sent_elsewhere(
@@ -211,9 +228,9 @@ def _sent_elsewhere(
         if peer not in job.views or not _is_stuck(job.views[peer]):
             continue
         for send in _unmatched(sender, job.views[peer], key, received=False)[:1]:
-            usual, reason = _usual_peer(job, sender, send)
-            if usual == receiver.rank:
-                return _to_wrong_rank(job, sender, send, receiver, recv, reason)
+            expected = _usual_peer(job, sender, send)
+            if expected is not None and expected.rank == receiver.rank:
+                return _to_wrong_rank(job, sender, send, receiver, recv, expected.reason)
     return None
 
 
@@ -284,14 +301,16 @@ def _last_tag_fits(ops: list[Collective]) -> bool | None:
     )
 
 
-def _usual_peer(
-    job: JobIndex, view: RankView, op: Collective
-) -> tuple[int, UsualPeer | UsualDistance | None]:
-    """Return the rank with which a rank used to exchange messages from a line, else the one at the
-    distance that the others keep.
+class _Expected(NamedTuple):
+    """The rank with which a message was to be exchanged, and the reason to expect it."""
 
-    Returns:
-        The rank, and the reason; -1 if there is none, or if the op is with that rank.
+    rank: int
+    reason: UsualPeer | UsualDistance
+
+
+def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> _Expected | None:
+    """Return the rank with which a rank used to exchange messages from a line, else the one at the
+    distance that the others keep; None if there is none, or if the op is with that rank.
     """
     ranks = op.channel.key[2]
     before = [
@@ -301,13 +320,17 @@ def _usual_peer(
     ]
     if before:
         known = before[0]
-        odd = len(before) > 1 and len(set(before)) == 1 and known is not None and known != op.peer
-        return (known, UsualPeer(view.rank, known)) if odd and known is not None else (-1, None)
+        if len(before) < 2 or len(set(before)) > 1 or known is None or known == op.peer:
+            return None
+        return _Expected(known, UsualPeer(view.rank, known))
     after, at_line = _usual_distance(job, view, op)
-    usual = ranks[(ranks.index(view.rank) + (after or 0)) % len(ranks)]
-    if after is None or usual == op.peer:
-        return -1, None
-    return usual, UsualDistance(after if after * 2 <= len(ranks) else after - len(ranks), at_line)
+    if after is None:
+        return None
+    usual = ranks[(ranks.index(view.rank) + after) % len(ranks)]
+    if usual == op.peer:
+        return None
+    places = after if after * 2 <= len(ranks) else after - len(ranks)
+    return _Expected(usual, UsualDistance(places, at_line))
 
 
 def _usual_distance(job: JobIndex, view: RankView, op: Collective) -> tuple[int | None, bool]:
@@ -362,7 +385,7 @@ def _to_wrong_rank(
     send: Collective,
     receiver: RankView,
     recv: Collective,
-    reason: UsualPeer | UsualDistance | None,
+    reason: UsualPeer | UsualDistance,
 ) -> RecordMismatch:
     astray = Astray("wrong-destination", reason)
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), (sender.rank,), astray)

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import RecordMismatch
-from commlens.diagnosis.align.call_paths import Path, part, path_of
+from commlens.diagnosis.align.call_paths import Path, parting_paths_of_ranks, path_of
 from commlens.diagnosis.align.out_of_step import SwappedOrder, find_swapped_orders, steps_ahead
 from commlens.diagnosis.align.routine import RANKS_MAX, count_rounds, with_next_line
 from commlens.diagnosis.align.thread_race import Race
@@ -339,7 +339,7 @@ def _paths(context: Context, mismatch: RecordMismatch, op: Collective) -> tuple[
     usual = mismatch.ops[other]
     if mismatch.pair is not None:
         return path_of(op), path_of(usual)
-    return part(context.job, culprit, op, other, usual)
+    return parting_paths_of_ranks(context.job, culprit, op, other, usual)
 
 
 def has_one_side(mismatch: RecordMismatch) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from commlens.diagnosis.align.call_paths import Path, part, path_of
+from commlens.diagnosis.align.call_paths import Path, parting_paths_of_ranks, path_of
 from commlens.diagnosis.align.routine import Loop, count_rounds, ever_leaves_routine, find_loop
 from commlens.diagnosis.align.tie_break import (
     by_majority,
@@ -475,7 +475,11 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     rank, other = absence.edge.rank, absence.ranks[0]
     extra = _first_surplus(tracks[rank], surplus)
     met = tracks[other].ops.get(extra.sequence_number)
-    path = part(context.job, rank, extra, other, met)[0] if met is not None else path_of(extra)
+    path = (
+        parting_paths_of_ranks(context.job, rank, extra, other, met)[0]
+        if met is not None
+        else path_of(extra)
+    )
     alike = [other for other in tracks if _lines_of([tracks[other]]) == by_waiting]
     return ExtraLine(extra, met, path, sorted(alike))
 

@@ -1,5 +1,9 @@
 """Ranks that are in the same state: some are examined, the others only counted.
 
+Of 10,000 ranks, rank 17 loads data and 9,999 wait for it in ``all_reduce #7``, at the same line and
+with the same arguments. Diagnosis examines rank 17 and four of the others: "ranks 0-2,9999 wait for
+rank 17", which is then said of all 9,999.
+
 The groups of the examined ranks are cut down to the ranks that matter, the job is diagnosed as
 always, and what was found is said of all ranks. Such a verdict counts only if it blames ranks that
 were all examined: then no majority and no absence can depend on those that were not.
@@ -29,6 +33,9 @@ RECORDS: Final = 64
 _DIGEST_BYTES: Final = 8
 _UNEVEN: Final = frozenset({"all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"})
 """Ops whose payload may differ between ranks, or between groups of one kind."""
+
+
+# --- the key of a rank's state
 
 
 def state_key(log: RankLog) -> bytes | None:
@@ -177,7 +184,7 @@ def _lines(stack: Stack) -> list[list[Any]]:
     return [[frame.file, frame.line] for frame in user_lines(stack)]
 
 
-_RANKS: Final = list[Rank]
+# --- which ranks are examined
 
 EXAMINED: Final = 4
 """Ranks that are examined of each state: all if there are no more."""
@@ -270,6 +277,9 @@ def without_others(logs: Sequence[RankLog], alike: AlikeRanks) -> list[RankLog]:
         )
         for log in logs
     ]
+
+
+# --- whether a verdict on the examined ranks is one on all
 
 
 def counts_for_all(verdict: Verdict, alike: AlikeRanks) -> bool:
@@ -386,6 +396,11 @@ def _in_groups(finding: Finding) -> Iterator[tuple[list[int], set[int]]]:
         for issued in getattr(cause, "issued", ()):
             yield issued.ranks, members
         yield getattr(cause, "came", []), members
+
+
+# --- the verdict on all ranks
+
+_RANKS: Final = list[Rank]
 
 
 def say_of_all(verdict: Verdict, alike: AlikeRanks) -> None:

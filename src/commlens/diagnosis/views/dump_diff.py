@@ -1,5 +1,5 @@
 """Compare two dumps of one job, taken one after the other: find the ranks that made progress and
-those in the same place.
+those in the same place: "Ranks 1-3 moved in 12 s, rank 0 did not."
 """
 
 from __future__ import annotations

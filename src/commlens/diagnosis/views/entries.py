@@ -1,4 +1,8 @@
-"""Lay out the entries around a fault side by side, with one column for all ranks that did the same.
+"""Lay out the entries around a fault side by side, with a column for all ranks that did the same::
+
+         rank 2                      ranks 0-1,3
+    40   all_reduce float32[4]       all_reduce float32[4]
+    41   all_gather, in flight       all_reduce, in flight
 
 Collectives of a process group are aligned by sequence number. Ranks share no numbers for messages,
 so each rank's messages are listed in the order in which it issued them. Each rank's file is read,

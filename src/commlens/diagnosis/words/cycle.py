@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from commlens.diagnosis.align.call_paths import issued_by_library, parted, path_of
+from commlens.diagnosis.align.call_paths import issued_by_library, parting_paths, path_of
 from commlens.diagnosis.align.tie_break import sides_of
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet, locks_of
@@ -122,7 +122,7 @@ def _step_of_culprits(case: CycleCase) -> str:
 
 
 def _parting(ranks: list[int], op: Collective, others: list[int], met: Collective) -> str:
-    paths = parted(op.stack, met.stack) or (path_of(op), path_of(met))
+    paths = parting_paths(op.stack, met.stack) or (path_of(op), path_of(met))
     return parting_step(ranks, op, met, paths, others)
 
 
@@ -176,7 +176,7 @@ def _step(
     ranks: list[int], ops: Mapping[int, Collective], sides: list[list[int]], unmet: Unmet | None
 ) -> str:
     if unmet is not None:
-        paths = parted(unmet.op.stack, unmet.stands_in.stack)
+        paths = parting_paths(unmet.op.stack, unmet.stands_in.stack)
         # the program cannot move a message that a library sends, nor one of a function left out
         is_left_out = paths is not None and paths[0].caller not in ("", paths[0].place)
         if is_left_out or issued_by_library(unmet.op.stack):

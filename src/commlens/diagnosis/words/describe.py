@@ -1,4 +1,6 @@
-"""Put what was found into words."""
+"""Put what was found into words: each :class:`Case` becomes a :class:`Finding`. The module of the
+cause words it, then what else is known is added: lost nodes, hardware, torch.compile.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Build a finding from a cause and its words."""
+"""Build a finding from a cause and its words: facts are copied from the cause, sentences from the
+words, and the place from the case's op and line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class Words(NamedTuple):
     would_raise_confidence: str | None = None
     # the part of the summary about other ranks than the culprits: those that wait
     waits: str = ""
-    # the next step tells how to find the kernel of the program that failed
+    # the next step tells already how to find the kernel of the program that failed
     finds_kernel: bool = False
 
 

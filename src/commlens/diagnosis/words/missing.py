@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 
-from commlens.diagnosis.align.call_paths import parted
+from commlens.diagnosis.align.call_paths import parting_paths
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.causes.missing import Absence, ExtraLine, MissingCase, WorkingCase
@@ -300,7 +300,7 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
         return [f"There is no stack of {rank_phrase(view.rank)}" + (f": {note}." if note else ".")]
     op = absence.edge.op
     paths = (
-        parted(stack.frames, op.stack)
+        parting_paths(stack.frames, op.stack)
         if stack.source is not None and stack.source == op.source
         else None
     )

@@ -1,4 +1,6 @@
-"""The next step that each kind of finding recommends, and what to do with the job."""
+"""The next step that each kind of finding recommends, and what to do with the job, as clauses:
+"look at load_batch (train.py:57) on rank 2".
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from commlens.diagnosis.align.alignment import RecordMismatch
-from commlens.diagnosis.align.call_paths import Path, branch_in_one_function, parted
+from commlens.diagnosis.align.call_paths import Path, branch_in_one_function, parting_paths
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.index.activity import Activity
 from commlens.diagnosis.index.job_index import RankView
@@ -60,6 +62,9 @@ _BECAUSE: Final[Mapping[Because, str]] = MappingProxyType(
 )
 
 
+# --- ranks that do not come, or disagree
+
+
 def lines_of(ops: Iterable[Collective]) -> list[str]:
     """Return the different lines that issued some ops, as far as they are known."""
     return list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
@@ -68,7 +73,7 @@ def lines_of(ops: Iterable[Collective]) -> list[str]:
 def tie_step(ops: Sequence[Collective]) -> str:
     """Recommend a step for sides that disagree, with an op of each."""
     lines = lines_of(ops)
-    paths = parted(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
+    paths = parting_paths(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
     if (
         paths is not None
         and all(path.place for path in paths)
@@ -232,6 +237,9 @@ def at(op: Collective) -> str:
     return f" at {frame_phrase(op.source)}" if op.source is not None else ""
 
 
+# --- ranks inside of a collective
+
+
 def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
     """Recommend a step for ranks that are inside of a collective that makes no progress."""
     hosts = {view.log.host for view in views}
@@ -301,6 +309,9 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
     if not _on_devices(op):
         return f"look at {output} on {subject}, and at C++ stacks (py-spy dump --native)"
     return f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at {output}"
+
+
+# --- ranks that disagree
 
 
 def raised_step(raised: Collective, ranks: Sequence[int]) -> str:
@@ -394,6 +405,9 @@ def left_out(op: Collective, usual: Collective) -> bool:
     return usual.op == "send" or (usual.op == "recv" and not op.is_point_to_point)
 
 
+# --- ranks that wait for each other
+
+
 def recomputed_step(again: Recomputed) -> str:
     """Recommend a step for a message that activation checkpointing issues again."""
     sends = again.message.op == "send"
@@ -438,6 +452,9 @@ def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
         f" {do} it on"
         f" {rank_phrase(rank)} after that: compare the numbers of messages{at(op)}"
     )
+
+
+# --- processes that ended
 
 
 def outside_cause(signal: str) -> str:
@@ -519,6 +536,8 @@ def death_step(view: RankView, frame: Frame | None) -> str:
         )
     return f"look at {rank}'s output{after}"
 
+
+# --- errors whose text decides the step
 
 _STEPS_OF_ERRORS: Final[dict[ErrorKind, str]] = {
     "shared-gpu": (
@@ -655,6 +674,8 @@ def peer_step(text: str | None) -> str:
     host = peer_host(text)
     return f"look at the output of the ranks on {host} for the first error" if host else ""
 
+
+# --- calls that pass no tensors
 
 _GROUPS: Final = "the ranks, the backend and the order of the groups"
 _KEYS: Final = "find the rank that is to write the key that they wait for with {op}{at}"

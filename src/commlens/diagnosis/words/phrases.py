@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-from commlens.diagnosis.align.call_paths import Path, parted
+from commlens.diagnosis.align.call_paths import Path, parting_paths
 from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.graph.wait_graph import Edge
 from commlens.diagnosis.index.activity import Activity, Sign, SignKind
@@ -33,6 +33,8 @@ from commlens.text import (
     size,
     verb,
 )
+
+# --- what a process did, or does
 
 _ONE = (0,)  # any rank: the verb is singular
 
@@ -192,6 +194,8 @@ def completion_unknown(channel: Channel) -> str:
         " TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, or they are in a CUDA graph."
     )
 
+
+# --- ranks, and their waits
 
 _WAITS_MAX = 3  # collectives in which ranks wait
 _EXITS_MAX = 4  # ranks whose exits a finding lists
@@ -385,6 +389,9 @@ def collective_phrase(ops: Sequence[Collective]) -> str:
     )
 
 
+# --- how far ranks came at a line
+
+
 def rounds_told(rounds: Rounds | None) -> list[str]:
     """``["At train.py:20 step, the last recv of rank 2 is #10, of ranks 0-1,3 #9."]``; empty if no
     rounds decided.
@@ -425,6 +432,8 @@ def issued_again(again: Recomputed) -> str:
     )
 
 
+# --- torch.compile
+
 COMPILER = {
     "guards": "its guards exchange between ranks whether they hold",
     "sizes": "it exchanges sizes between ranks as it compiles",
@@ -446,6 +455,9 @@ def with_compiler(words: Words, cause: Cause) -> Words:
     return words._replace(explanation=prose(words.explanation, told))
 
 
+# --- sentences
+
+
 def prose(*sentences: str) -> str:
     """Join the sentences that are not empty."""
     return " ".join(filter(None, sentences))
@@ -455,6 +467,8 @@ def first_line(error: str) -> str:
     """Return the first line of an error, short and without its full stop."""
     return error.strip().partition("\n")[0][:160].rstrip(". ") or "an error without a message"
 
+
+# --- the sides of a tie
 
 _SIDES_SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
@@ -527,7 +541,7 @@ def _paths_of(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> 
     if len(sides) != 2:
         return {}
     first, second = (ops[min(ranks)].stack for ranks in sides)
-    paths = parted(first, second)
+    paths = parting_paths(first, second)
     return dict(zip((first, second), paths, strict=True)) if paths is not None else {}
 
 

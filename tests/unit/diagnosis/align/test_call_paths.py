@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
-from commlens.diagnosis.align.call_paths import branch_in_one_function, parted
+from commlens.diagnosis.align.call_paths import branch_in_one_function, parting_paths
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import ThreadStack
@@ -176,16 +176,19 @@ def test_ranks_in_one_line_of_a_trainer_part_in_the_library() -> None:
         MAIN,
     )
     other = (library("loop.py", 12, "run"), *fit[1:])
-    mine, theirs = parted(
+    mine, theirs = parting_paths(
         (library("save.py", 4, "save"), *fit), (library("strategy.py", 7, "backward"), *other)
     ) or ((), ())
     assert mine[:3] == (fit[2], *["train.py:80 main -> lightning/save.py:4 save"] * 2)
     assert theirs[:3] == (fit[2], *["train.py:80 main -> lightning/strategy.py:7 backward"] * 2)
     hook = Frame(SCRIPT, 30, "validation_step")
-    mine, theirs = parted((hook, *fit), (library("strategy.py", 7, "backward"), *other)) or ((), ())
+    mine, theirs = parting_paths((hook, *fit), (library("strategy.py", 7, "backward"), *other)) or (
+        (),
+        (),
+    )
     assert (mine.line, theirs.line) == (hook, fit[2])
-    assert parted(fit, fit) is None
-    assert parted((hook,), fit) is None
+    assert parting_paths(fit, fit) is None
+    assert parting_paths((hook,), fit) is None
 
 
 def test_an_absent_rank_in_the_same_line_of_a_trainer_is_told_by_the_library_s_lines() -> None:
