@@ -1,8 +1,8 @@
 """Communication past torch's dispatcher: the libraries in a rank's process that do it, and the
 calls of these that are recorded all the same.
 
-Three facts decide: the files that the process has mapped, the adapters that record calls of a
-library, and the records themselves.
+Three facts decide: the files that the process has mapped (``deep_ep_cpp.cpython-312.so`` shows
+DeepEP), the adapters that record calls of a library, and the records themselves.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """What was found, as data: the ranks to blame, by what they were decided, the ranks that wait, and
-how sure both are. Words are made of it.
+how sure both are. Words are made of it, and the JSON of a verdict holds it.
+
+"rank 2 never reached all_reduce #7; ranks 0-1,3 wait for it" is made of ``Missing(kind="missing",
+why="data-loading", culprits=[2], blamed_by="absence", victims=[0, 1, 3], confidence="high",
+outcome="never-reached", ...)``. There is a class for each sort of cause, with what all causes have
+in common in :class:`Cause`.
 """
 
 from __future__ import annotations

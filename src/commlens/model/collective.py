@@ -1,4 +1,8 @@
-"""One rank's record of a collective, with its arguments, process group, channel and stack."""
+"""One rank's record of a collective, with its arguments, process group, channel and stack.
+
+When 4 ranks meet in one all_reduce, there are four records of it, with the same channel and
+sequence number, and each with its own times, stack and state.
+"""
 
 from __future__ import annotations
 

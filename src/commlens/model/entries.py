@@ -1,4 +1,6 @@
-"""The table of ``commlens diagnose --entries``: entries of several ranks side by side."""
+"""The table of ``commlens diagnose --entries``: entries of several ranks side by side. Each column
+holds the ranks with equal entries, each row is a sequence number of the group.
+"""
 
 from __future__ import annotations
 

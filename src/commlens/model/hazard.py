@@ -1,4 +1,6 @@
-"""Latent faults: what a program does wrong without being stopped by it, as data."""
+"""Latent faults: what a program does wrong without being stopped by it, as data. An example is an
+asynchronous all_reduce whose Work nobody waits for.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The hardware of a node, as data: what changed and when, the parts that the job's ranks use, and
-the sources that cannot be read.
+the sources that cannot be read. "GPU 0000:4f:00.0 reported Xid 79 at 10:00:03" is a
+``HealthEvent(what="xid", fault="gpu-fault", part="0000:4f:00.0", number=79, at_ns=...)``.
 """
 
 from __future__ import annotations

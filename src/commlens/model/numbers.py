@@ -1,4 +1,9 @@
-"""What a rank reports about its tensors, so that they can be compared with the other ranks'."""
+"""What a rank reports about its tensors, so that they can be compared with the other ranks'.
+
+After step 100, each rank of a DDP job sends the hash of each parameter: a table of the ranks 0-3
+with the relation ``equal``, and a measure ``("parameter", "layers.0.weight", 0x9e09e94f...)``. If
+rank 2 sends another hash, its parameter has diverged.
+"""
 
 from __future__ import annotations
 

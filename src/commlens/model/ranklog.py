@@ -1,4 +1,8 @@
-"""The log of one rank: its records, joined with outside observations of its process."""
+"""The log of one rank: its records, joined with outside observations of its process.
+
+The records come from the rank's black box, or from another tool's dump. The watcher, or ``commlens
+dump``, adds what it sees of the process: that it used 0.9 s of CPU in 1 s, or died of SIGKILL.
+"""
 
 from __future__ import annotations
 

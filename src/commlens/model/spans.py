@@ -1,4 +1,6 @@
-"""Spans of time."""
+"""Spans of time, as pairs of begin and end: their union, what two lists of them have in common, and
+how much of a span others cover.
+"""
 
 from __future__ import annotations
 

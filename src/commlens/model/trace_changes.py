@@ -1,4 +1,6 @@
-"""The difference between two traces."""
+"""The difference between two traces: "all_gather on tp in layers.0-31.attention is new: 32 calls
+per step, 128 MB".
+"""
 
 from __future__ import annotations
 

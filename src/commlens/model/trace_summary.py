@@ -1,4 +1,6 @@
-"""The summary of a trace, which the terminal and ``commlens view --json`` render."""
+"""The summary of a trace, which the terminal and ``commlens view --json`` render: calls and bytes
+by mesh dimension, phase, op and module, and the reasons for them in sentences.
+"""
 
 from __future__ import annotations
 

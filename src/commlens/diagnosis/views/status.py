@@ -1,4 +1,6 @@
-"""What every rank of a job is doing right now, as rows; ranks that do the same share a row."""
+"""What every rank of a job is doing right now, as rows; ranks that do the same share a row: "0-1,3
+sleeping, in all_reduce #41, for 12 s, waits for 2".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Words about ranks that wait for each other."""
+"""Words about ranks that wait for each other: "rank 1 moved on to all_reduce #7 of group tp [0-1],
+not to all_reduce of group dp [0-1] as before; ranks 0-1 wait for each other".
+"""
 
 from __future__ import annotations
 

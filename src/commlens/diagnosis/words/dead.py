@@ -1,4 +1,6 @@
-"""Words about processes that ended."""
+"""Words about processes that ended: "rank 1 died of SIGKILL; rank 0 was waiting for it in
+reduce_scatter #59 of the default group [0-1]".
+"""
 
 from __future__ import annotations
 

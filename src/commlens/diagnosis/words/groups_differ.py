@@ -1,4 +1,6 @@
-"""Words about groups and meshes on which ranks disagree, and about ranks that exist twice."""
+"""Words about groups and meshes on which ranks disagree, and about ranks that exist twice: "rank 3
+asks for ranks [0, 1] in new_group #2, the others for ranks [0, 2]".
+"""
 
 from __future__ import annotations
 

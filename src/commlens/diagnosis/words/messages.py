@@ -1,4 +1,6 @@
-"""Words about messages that cannot meet."""
+"""Words about messages that cannot meet: "rank 0 sent to rank 1 with tag 3, but rank 1 receives
+with tag 2".
+"""
 
 from __future__ import annotations
 

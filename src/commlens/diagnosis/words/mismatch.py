@@ -1,5 +1,6 @@
 """Words about ranks that met in one collective or message but disagree on it, and about ranks that
-are out of step or issued collectives in another order.
+are out of step or issued collectives in another order: "rank 2 disagrees on the shape of all_reduce
+#7 of the default group [0-3]: float32[5], the others float32[4]".
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Words about ranks that do not arrive where others wait for them, and about those that visibly
-work.
+work: "rank 2 never reached all_reduce #7 of the default group [0-3]; ranks 0-1,3 wait for it".
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Words about ranks that make a running job slow."""
+"""Words about ranks that make a running job slow: "rank 3 makes the job slow: all others wait for
+40% of the time".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Words about collectives that all ranks have entered and that do not complete."""
+"""Words about collectives that all ranks have entered and that do not complete: "rank 2 is stopped
+(by SIGSTOP or a debugger) inside all_reduce #41; ranks 0-1,3 wait there".
+"""
 
 from __future__ import annotations
 

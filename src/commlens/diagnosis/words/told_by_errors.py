@@ -1,4 +1,6 @@
-"""Words about faults that exceptions show: those of torch, and refusals by strict verification."""
+"""Words about faults that exceptions show, of torch and of strict verification: "rank 1 passes 12
+parameters to DDP where ranks 0,2-3 pass 14 parameters to DDP, as torch's own check tells".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Words about faults of a job as a whole that text logs show."""
+"""Words about faults of a job as a whole that text logs show: "the scheduler ended the job because
+its time limit was over".
+"""
 
 from __future__ import annotations
 

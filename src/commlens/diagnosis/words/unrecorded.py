@@ -1,5 +1,5 @@
 """Words about ranks whose calls no record shows, and about keys of the job's store that no rank
-writes.
+writes: "rank 3 left no record; ranks 0-2 wait for it in all_reduce #1".
 """
 
 from __future__ import annotations
