@@ -33,20 +33,22 @@ from commlens.model.cause import (
     Why,
 )
 from commlens.model.collective import State
+from commlens.model.grouping import grouped
 from commlens.model.health import Fault, HealthEvent, NodeHealth, What
 from commlens.model.ranklog import RankLog
 from commlens.model.xids import xid
 
 _S: Final = 1_000_000_000
-_BEFORE_S: Final = 600.0  # an earlier change has nothing to do with it
-_NEAR_S: Final = 60.0  # a change that explains a fault is not earlier
+_BEFORE_S: Final = 600.0  # a change that was so long before a fault has nothing to do with it
+_NEAR_S: Final = 60.0  # one that explains a fault was not longer before it
 _AFTER_S: Final[Mapping[Fault, float]] = {"storage": 300.0, "host-memory": 60.0}
 """How long after a fault its cause may be logged: the kernel reports a server of files, or a task
 that hangs, only after minutes.
 """
 _SOON_S: Final = 5.0  # the same for the other causes
 _SWAPPED_BYTES: Final = 64 << 20  # of a rank's memory, at least, if swapping slows it down
-_WENT_ON_S: Final = 1.0  # a collective issued so long after a change has met it
+_WENT_ON_S: Final = 1.0
+"""A collective that was issued so long after a change, and completed, was not stopped by it."""
 
 _GPU: Final[frozenset[What]] = frozenset(
     {
@@ -141,8 +143,8 @@ _ORDER: Final[Sequence[Fault]] = (
 
 
 @dataclass
-class _Scene:
-    """The ranks of a fault, and when it began."""
+class _Incident:
+    """A fault with the ranks in it, and when it began."""
 
     cause: StuckInside | Missing | Dead
     ranks: frozenset[int]
@@ -165,12 +167,12 @@ def add_hardware(context: Context) -> None:
     if not nodes:
         return
     for case in context.cases:
-        scene = _scene(context, case.cause) if case.cause.root_cause else None
-        if scene is not None:
-            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, scene.ranks))
-            fitting = (_fitting(context, scene, *each) for each in changes)
-            scene.cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
-            _decide(scene.cause)
+        incident = _incident(context, case.cause) if case.cause.root_cause else None
+        if incident is not None:
+            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, incident.ranks))
+            fitting = (_fitting(context, incident, *each) for each in changes)
+            incident.cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
+            _decide(incident.cause)
 
 
 def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
@@ -269,10 +271,10 @@ def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
     return any(event.name in each and each[event.name] == event.after for each in values)
 
 
-# --- the scene
+# --- the incident
 
 
-def _scene(context: Context, cause: AnyCause) -> _Scene | None:
+def _incident(context: Context, cause: AnyCause) -> _Incident | None:
     match cause:
         case StuckInside():  # when the last rank came to the collective
             began_ns = max(_announced(context, cause.waits), default=0)
@@ -283,7 +285,7 @@ def _scene(context: Context, cause: AnyCause) -> _Scene | None:
             began_ns = min((at_ns for at_ns in ended if at_ns), default=0)
         case _:
             return None
-    return _Scene(cause, frozenset(cause.ranks), began_ns)
+    return _Incident(cause, frozenset(cause.ranks), began_ns)
 
 
 def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
@@ -333,19 +335,10 @@ def _users_of_part(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _Par
         return _users_of_network(node, event.part) if spans_nodes else None
     if event.what in _GPU or event.what in _PCIE:
         return _users_of_gpu(node, event)
-    if event.what == "swapping":
-        return _swapped_out(node)
+    if event.what == "swapping":  # perhaps only other processes' memory is in swap space
+        ours = [rank for rank, at in node.places.items() if at.swapped_bytes >= _SWAPPED_BYTES]
+        return _PartUsers(sorted(ours), len(ours) < len(node.places), True) if ours else None
     return _PartUsers(sorted(node.places), alone=False, certain=True)
-
-
-def _swapped_out(node: Node) -> _PartUsers | None:
-    """Return the ranks whose own memory is swapped out; None if only other processes' memory is."""
-    ranks = [rank for rank, place in node.places.items() if place.swapped_bytes >= _SWAPPED_BYTES]
-    return (
-        _PartUsers(sorted(ranks), alone=len(ranks) < len(node.places), certain=True)
-        if ranks
-        else None
-    )
 
 
 def _users_of_network(node: Node, part: str) -> _PartUsers | None:
@@ -388,19 +381,19 @@ def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
 
 
 def _fitting(
-    context: Context, scene: _Scene, node: Node, event: HealthEvent, users: _PartUsers
+    context: Context, incident: _Incident, node: Node, event: HealthEvent, users: _PartUsers
 ) -> Hardware | None:
     """Return a change if it fits a fault."""
-    if not scene.began_ns or not scene.ranks & set(users.ranks):
+    if not incident.began_ns or not incident.ranks & set(users.ranks):
         return None
     after_s = _AFTER_S.get(event.fault, _SOON_S)
-    early_s = (scene.began_ns - event.at_ns) / _S  # before the fault, at least
-    if early_s > _BEFORE_S or (event.first_ns - scene.began_ns) / _S > after_s:
+    early_s = (incident.began_ns - event.at_ns) / _S  # before the fault, at least
+    if early_s > _BEFORE_S or (event.first_ns - incident.began_ns) / _S > after_s:
         return None
     if _went_on(context, users.ranks, event):
         return None
-    explains = users.certain and early_s <= _NEAR_S and _can_explain(scene.cause, users, event)
-    before_s = (scene.began_ns - event.first_ns) / _S
+    explains = users.certain and early_s <= _NEAR_S and _can_explain(incident.cause, users, event)
+    before_s = (incident.began_ns - event.first_ns) / _S
     ranks = sorted(users.ranks)
     return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, users.alone)
 
@@ -448,22 +441,23 @@ def _completed_after(context: Context, view: RankView, event: HealthEvent, since
     )
 
 
-def _merge_changes(found: Iterable[Hardware]) -> Collection[Hardware]:
-    """Return the changes; several of one kind in one place are merged into one."""
-    by_place: dict[tuple[str, str, What, int], Hardware] = {}
-    for one in found:
-        key = (one.node, one.event.part, one.event.what, one.event.number)
-        by_place[key] = _joined(by_place[key], one) if key in by_place else one
-    return by_place.values()
-
-
-def _joined(one: Hardware, other: Hardware) -> Hardware:
-    """Return two changes of one kind in one place as one: the one that explains, or the earlier."""
-    first = max(one, other, key=lambda each: (each.explains, each.before_s))
-    return msgspec.structs.replace(first, times=one.times + other.times)
+def _merge_changes(found: Iterable[Hardware]) -> list[Hardware]:
+    """Return the changes. Several of one kind in one place become one: one that explains the fault,
+    or else the earliest.
+    """
+    by_place = grouped(
+        ((one.node, one.event.part, one.event.what, one.event.number), one) for one in found
+    )
+    return [
+        msgspec.structs.replace(
+            max(alike, key=lambda each: (each.explains, each.before_s)), times=len(alike)
+        )
+        for alike in by_place.values()
+    ]
 
 
 def _sorted(found: Collection[Hardware]) -> list[Hardware]:
+    """Sort changes, the likeliest cause first."""
     return sorted(
         found,
         key=lambda each: (
