@@ -238,6 +238,9 @@ def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> 
     )
 
 
+# --- two threads that use a group in any order
+
+
 def _add_race(
     context: Context, mismatch: RecordMismatch, race: Race, blocked: Sequence[int]
 ) -> None:
@@ -285,6 +288,9 @@ def _thread_name(context: Context, op: Collective) -> str:
         return MAIN_THREAD if log is not None else ""
     stacks = [*log.observation.stacks, *log.stacks]
     return next((each.name for each in stacks if each.thread == op.issue_thread), "")
+
+
+# --- what the ranks issued, and how it ended
 
 
 def _issued(mismatch: RecordMismatch) -> list[Issued]:
@@ -362,6 +368,9 @@ def _confidence(mismatch: RecordMismatch) -> tuple[Confidence, MismatchDoubt | N
     if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2:
         return "medium", "single-match"
     return "high", None
+
+
+# --- collectives of one shape in another order
 
 
 @dataclass(kw_only=True)

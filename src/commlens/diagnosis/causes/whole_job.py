@@ -1,5 +1,8 @@
 """The causes for a job as a whole, if no rank waits for another: no fault, a standstill outside of
 collectives, collectives that ranks did not issue, latent faults, and waits that nothing explains.
+
+Each is independent of the others. Fewer collectives, for example: rank 2 of 4 ended well after 99
+broadcasts and the others after 100. The root of a broadcast does not wait, so nothing hung.
 """
 
 from __future__ import annotations
@@ -47,7 +50,12 @@ def no_fault(job: JobIndex, unread: int) -> NoFault:
         confidence="low" if undetermined else "high" if complete else "medium",
         state=state,
         ranks=list(job.views),
-        finished=_finished(job),
+        # of other tools' dumps, nothing tells how a process ended
+        finished=[
+            rank
+            for rank, view in job.views.items()
+            if view.exit.kind == "clean" and not job.foreign
+        ],
         newest_unreadable=cut,
         files_unreadable=unread,
     )
@@ -59,7 +67,7 @@ def _state(job: JobIndex, cut: list[int], unread: int, *, complete: bool) -> NoF
         return "unreadable"
     if job.moving:
         return "running"
-    if job.only_logs:
+    if job.only_logs:  # the log of a healthy rank need not have a line
         return "logs-tell-none"
     if cut:
         return "newest-unreadable"
@@ -68,11 +76,6 @@ def _state(job: JobIndex, cut: list[int], unread: int, *, complete: bool) -> NoF
     if job.issued_only:
         return "only-issued"
     return "all-agree" if complete else "part-agrees"
-
-
-def _finished(job: JobIndex) -> list[int]:
-    ended = [rank for rank, view in job.views.items() if view.exit.kind == "clean"]
-    return [] if job.foreign else ended
 
 
 def find_unexplained(job: JobIndex, graph: Graph) -> tuple[Unexplained, list[Collective]] | None:

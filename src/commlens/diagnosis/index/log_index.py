@@ -52,7 +52,7 @@ def index_logs(
         stalled_after_s: a shorter wait is not stuck.
         alike: ranks without a log that are in the state of ranks with one.
     """
-    limit = int(stalled_after_s * 1e9)
+    stalled_after_ns = int(stalled_after_s * 1e9)
     stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
     exits = attribute_exits(
         {log.rank: process_exit_of(log) for log in logs}, {log.rank: log for log in logs}
@@ -67,13 +67,13 @@ def index_logs(
         size,
         sorted({*no_record, *strangers}),
         [rank for rank in elsewhere if rank not in strangers],
-        limit,
+        stalled_after_ns,
         strangers=strangers,
         stall_timeout_ns=int(stall_timeout_s * 1e9),
         stands_for=alike.stands_for,
     )
     for log in logs:
-        indexer = _RankIndexer(log, exits[log.rank], limit)
+        indexer = _RankIndexer(log, exits[log.rank], stalled_after_ns)
         indexer.add_records(job.channels)
         job.views[log.rank] = indexer.view
         for key in indexer.view.tracks:
@@ -137,6 +137,7 @@ class _RankIndexer:
             head_lost=log.head_lost,
         )
         self._stalled_after_ns = stalled_after_ns
+        # of coalesced groups, by id: the record that closes each and has its state; the members
         coalesced = [op for op in log.collectives if op.coalescing_id]
         self._closers = {op.coalescing_id: op for op in coalesced if op.coalesced_members}
         self._groups = grouped(
@@ -174,6 +175,7 @@ class _RankIndexer:
         self._find_blocks(open_ops, failed)
 
     def _add_message(self, key: ChannelKey, op: Collective, closer: Collective) -> None:
+        """Add a message, with the record that closes its batch, else itself."""
         peer = -1 if op.peer is None else op.peer
         self.view.pairs.setdefault((key, peer, op.op), []).append(op)
         if op.in_flight or closer.in_flight:
@@ -183,7 +185,7 @@ class _RankIndexer:
         number = op.sequence_number
         if number <= 0:
             if op.channel.library and op.args.op != "rendezvous":  # only the first one has a number
-                self.view.unnumbered[key] = op.index
+                self.view.unnumbered[key] = op.index  # after an error that the program caught
             return
         track = self.view.tracks.setdefault(key, Track())
         track.ops[number] = op  # type: ignore[index]
