@@ -1,5 +1,10 @@
 """Select the dumps of one job, and one dump per rank. Most dumps do not name their job, and some do
 not name their rank.
+
+Say folder a has dumps of ranks 0-3, folder b of ranks 4-7, and folder c of ranks 0-1: a and b are
+of one job, each folder from a node; c repeats ranks, so it is of another job or another time, and
+left out with a note. A dump without a rank gets the only rank that it may be of and no other dump
+has.
 """
 
 from __future__ import annotations
@@ -41,17 +46,17 @@ def select_dumps(dumps: Sequence[RankColumns]) -> tuple[list[RankColumns], list[
         The dumps by rank, and sentences about what was left out.
     """
     notes: list[str] = []
-    dumps = _without_impossible_ranks(dumps, notes)
-    text_logs = [dump for dump in dumps if dump.is_log]
-    dumps = [dump for dump in dumps if not dump.is_log]
+    possible = _without_impossible_ranks(dumps, notes)
+    text_logs = [dump for dump in possible if dump.is_log]
+    recorded = [dump for dump in possible if not dump.is_log]
     notes += [
         f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems
     ]
-    chosen = _one_job(_with_ranks(dumps, notes), notes)
-    kept = _one_per_rank(chosen or [dump for dump in text_logs if dump.rank >= 0], notes)
-    if not chosen:
-        return kept, notes
-    return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
+    chosen = _one_job(_with_ranks(recorded, notes), notes)
+    if not chosen:  # there are text logs alone
+        return _one_per_rank([log for log in text_logs if log.rank >= 0], notes), notes
+    kept = _add_text_logs(_one_per_rank(chosen, notes), text_logs)
+    return sorted(kept, key=lambda dump: dump.rank), notes
 
 
 def _one_job(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColumns]:
@@ -115,7 +120,7 @@ def _with_ranks(dumps: Sequence[RankColumns], notes: list[str]) -> list[RankColu
     unnamed = [dump for dump in dumps if dump.rank < 0]
     taken = {dump.rank for dump in dumps if dump.rank >= 0}
     progress = True
-    while progress:
+    while progress:  # a rank that is given to one dump is no candidate for the others
         progress = False
         for dump in unnamed:
             candidates = set(dump.possible_ranks) - taken
@@ -139,7 +144,9 @@ def _group_by_job(dumps: Sequence[RankColumns]) -> list[list[RankColumns]]:
     that repeats ranks is another.
     """
     folders = grouped(((dump.job, _folder(dump)), dump) for dump in dumps)
+    # ranks, world size (0: unknown), name, dumps
     jobs: list[tuple[set[int], int, str, list[RankColumns]]] = []
+    # the largest folder first: smaller ones join it, if they fit
     for (name, _), added in sorted(folders.items(), key=lambda item: (-len(item[1]), item[0])):
         ranks = {dump.rank for dump in added}
         size = max(dump.world_size for dump in added)

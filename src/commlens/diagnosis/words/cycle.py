@@ -75,8 +75,8 @@ def _words_of_moved_on(context: Context, case: CycleCase) -> Words:
     return Words(
         summary=_moved_on(case.cause, case.departures),
         explanation=prose(
-            phrases.waiting(context, case.edges),
-            phrases.waiting_behind(sorted({edge.rank for edge in case.edges}), case.blocked),
+            phrases.how_long_they_wait(context, case.edges),
+            phrases.blocked_behind(sorted({edge.rank for edge in case.edges}), case.blocked),
         ),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
@@ -196,7 +196,7 @@ def _ring(context: Context, case: CycleCase) -> str:
     return prose(
         f"{capital('; '.join(_steps(case)))}.",
         f"The longest wait is {duration(waited)}." if waited else "",
-        phrases.waiting_behind(ranks, case.blocked),
+        phrases.blocked_behind(ranks, case.blocked),
     )
 
 

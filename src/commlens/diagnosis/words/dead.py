@@ -72,8 +72,8 @@ def words(context: Context, case: Case[Dead]) -> Words:
         explanation=prose(
             f"{phrases.name(context, ranks[0])}:"
             f" {phrases.last(context, ranks[0])}{_last_seen(context, case)}.",
-            phrases.waiting(context, case.edges) if case.edges else "",
-            phrases.waiting_behind(waiting, set(case.blocked) - set(ranks)),
+            phrases.how_long_they_wait(context, case.edges) if case.edges else "",
+            phrases.blocked_behind(waiting, set(case.blocked) - set(ranks)),
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=(
@@ -127,7 +127,9 @@ def _waits(context: Context, case: Case[Dead]) -> str:
         return ""
     all_alike = awaited == ranks or case.cause.doubt not in UNDECIDED
     them = verb(ranks, "it", "them") if all_alike else ranks_phrase(awaited)
-    return phrases.waits(case.edges, f"was waiting for {them}", f"were waiting for {them}")
+    return phrases.where_they_wait(
+        case.edges, f"was waiting for {them}", f"were waiting for {them}"
+    )
 
 
 def _last_seen(context: Context, case: Case[Dead]) -> str:

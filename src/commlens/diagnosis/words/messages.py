@@ -92,7 +92,7 @@ def words_of_taken(context: Context, case: TakenCase) -> Words:
     )
     return Words(
         summary=summary,
-        explanation=prose(told, race, phrases.waiting_behind([rank], case.blocked)),
+        explanation=prose(told, race, phrases.blocked_behind([rank], case.blocked)),
         next_step=(
             f"name the sender at {there}, use another tag for the messages that are received from"
             f" any source, or take the sender at {here} from the result of recv"
@@ -117,7 +117,7 @@ def words_of_no_such_peer(context: Context, case: Case[NoSuchPeer]) -> Words:
         ),
         explanation=prose(
             f"{capital(op.op)} #{op.sequence_number} cannot complete.",
-            phrases.waiting_behind(ranks, case.blocked),
+            phrases.blocked_behind(ranks, case.blocked),
         ),
         next_step=f"correct the peer that {ranks_phrase(ranks)} computes at {where}",
     )

@@ -53,12 +53,12 @@ def about_waits(context: Context, absence: Absence) -> list[str]:
     and behind these.
     """
     them = verb(absence.ranks, "it", "them")
-    others = phrases.waits(absence.elsewhere, f"waits for {them}", f"wait for {them}")
+    others = phrases.where_they_wait(absence.elsewhere, f"waits for {them}", f"wait for {them}")
     direct = {*absence.waiting, *(edge.rank for edge in absence.elsewhere)}
     return [
-        phrases.waiting(context, absence.edges),
+        phrases.how_long_they_wait(context, absence.edges),
         f"{capital(others)}." if others else "",
-        phrases.waiting_behind(sorted(direct), set(absence.blocked) - set(absence.ranks)),
+        phrases.blocked_behind(sorted(direct), set(absence.blocked) - set(absence.ranks)),
     ]
 
 

@@ -226,7 +226,7 @@ def last(context: Context, rank: int) -> str:
     return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 
 
-def waiting(context: Context, edges: Sequence[Edge]) -> str:
+def how_long_they_wait(context: Context, edges: Sequence[Edge]) -> str:
     """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``;
     lines that differ are listed.
     """
@@ -333,7 +333,7 @@ def exits(context: Context, ranks: Sequence[int]) -> list[str]:
     ]
 
 
-def waiting_behind(ranks: Sequence[int], blocked: Iterable[int]) -> str:
+def blocked_behind(ranks: Sequence[int], blocked: Iterable[int]) -> str:
     """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``;
     empty if there are none.
     """
@@ -345,7 +345,7 @@ def waiting_behind(ranks: Sequence[int], blocked: Iterable[int]) -> str:
     )
 
 
-def waits(edges: Sequence[Edge], singular: str, plural: str) -> str:
+def where_they_wait(edges: Sequence[Edge], singular: str, plural: str) -> str:
     """``"ranks 0,3 wait for it in all_reduce #7 of group tp [0-3], rank 5 in recv #1 from rank
     2"``: each rank in its own collective.
 

@@ -95,8 +95,8 @@ def _undecided(context: Context, case: Case[StuckInside]) -> Words:
             " dumps do not tell whether it is stuck or was under way"
         ),
         explanation=prose(
-            phrases.waiting(context, edges),
-            phrases.waiting_behind(ranks, case.blocked),
+            phrases.how_long_they_wait(context, edges),
+            phrases.blocked_behind(ranks, case.blocked),
             "All ranks of these groups have reached it. Several groups in one collective are what a"
             " running job looks like, and a job whose network failed.",
         ),
@@ -166,7 +166,7 @@ def _still_moving(context: Context, case: StuckCase) -> Words:
             f"{ranks_phrase(case.cause.ranks)} are in {_name(entered)}, which still moves data,"
             f" {duration(context.longest_wait(entered.waiting))} so far"
         ),
-        explanation=phrases.waiting(context, entered.edges),
+        explanation=phrases.how_long_they_wait(context, entered.edges),
         next_step="wait",
         evidence=[f"{ranks_and_verb(case.cause.busy, 'uses', 'use')} CPU inside it."],
         would_raise_confidence="CPU time shows work, not that it ends.",
@@ -288,8 +288,8 @@ def _what_would_show(context: Context, entered: EnteredOp, question: str) -> str
 
 def _explanation(context: Context, entered: EnteredOp) -> str:
     return prose(
-        phrases.waiting(context, entered.edges),
-        phrases.waiting_behind(entered.waiting, entered.blocked),
+        phrases.how_long_they_wait(context, entered.edges),
+        phrases.blocked_behind(entered.waiting, entered.blocked),
     )
 
 
@@ -311,7 +311,7 @@ def _left_behind(context: Context, case: Case[StuckInside]) -> Words:
         explanation=prose(
             "It needs data from every rank, so all of it had arrived: a device, driver or process"
             f" of {ranks_phrase(ranks)} makes no progress.",
-            phrases.waiting_behind(ranks, set(case.blocked) - set(ranks)),
+            phrases.blocked_behind(ranks, set(case.blocked) - set(ranks)),
         ),
         next_step=left_behind_step(case.edges[0].op, ranks),
     )

@@ -107,7 +107,7 @@ def _of_logs(context: Context, case: Case[Unrecorded], cause: str, why: str, ste
     ]
     verbs = ("timed out", "timed out") if context.job.only_logs else ("waits", "wait")
     return Words(
-        summary=f"{phrases.waits(case.edges, *verbs)}; {cause}",
+        summary=f"{phrases.where_they_wait(case.edges, *verbs)}; {cause}",
         explanation=prose(why, *ends),
         next_step=step,
         evidence=phrases.aborted(context, case.blocked),
@@ -197,7 +197,7 @@ def _not_started(context: Context, case: Case[Unrecorded]) -> Words:
             f" {_they_wait(context, case)} for {verb(ranks, 'it', 'them')}"
         ),
         explanation=prose(
-            phrases.waiting(context, case.edges),
+            phrases.how_long_they_wait(context, case.edges),
             f"All ranks meet at {context.job.meets_here}, so they must be on this machine, where"
             f" only {ranks_phrase(waiting)} came.",
         ),
@@ -215,7 +215,7 @@ def _fewer_than_expected(context: Context, case: Case[Unrecorded]) -> Words:
             f"{_they_wait(context, case)} for {len(op.channel.group.all_ranks)} ranks, like all"
             f" with a record; there is no record of {ranks_phrase(ranks)}"
         ),
-        explanation=phrases.waiting(context, case.edges),
+        explanation=phrases.how_long_they_wait(context, case.edges),
         next_step=(
             f"{_start_step(context, case)}; if {verb(ranks, 'it was', 'they were')} started on"
             " another node, dump that node too (`commlens dump`)"
@@ -269,14 +269,14 @@ _WORDS = {
 
 
 def _they_wait(context: Context, case: Case[Unrecorded]) -> str:
-    return phrases.waits(case.edges, "waits", "wait")
+    return phrases.where_they_wait(case.edges, "waits", "wait")
 
 
 def _waits(context: Context, case: Case[Unrecorded]) -> str:
     waiting = sorted({edge.rank for edge in case.edges})
     return prose(
-        phrases.waiting(context, case.edges),
-        phrases.waiting_behind(waiting, case.blocked),
+        phrases.how_long_they_wait(context, case.edges),
+        phrases.blocked_behind(waiting, case.blocked),
     )
 
 
@@ -338,8 +338,8 @@ def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
             f" {op_phrase(own)}{f' at {place}' if place else ''}.",
             f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
             f" {line}.",
-            phrases.waiting(context, case.edges),
-            phrases.waiting_behind(case.involved, case.blocked),
+            phrases.how_long_they_wait(context, case.edges),
+            phrases.blocked_behind(case.involved, case.blocked),
         ),
         next_step=f"find the branch in which {rank_phrase(writer)} skips {line}",
         would_raise_confidence=(
@@ -357,8 +357,8 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
     return Words(
         summary=f"{waits}, which no rank is known to write",
         explanation=prose(
-            phrases.waiting(context, case.edges),
-            phrases.waiting_behind(ranks, case.blocked),
+            phrases.how_long_they_wait(context, case.edges),
+            phrases.blocked_behind(ranks, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
         next_step=(
@@ -391,8 +391,8 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
     return Words(
         summary=summary,
         explanation=prose(
-            phrases.waiting(context, case.edges),
-            phrases.waiting_behind(ranks, case.blocked),
+            phrases.how_long_they_wait(context, case.edges),
+            phrases.blocked_behind(ranks, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
         next_step=step,
