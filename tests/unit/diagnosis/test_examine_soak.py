@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from chosen import examples, long
 from random_programs import GlooJob, RandomProgram, draw_program
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -27,7 +28,7 @@ def named(program: RandomProgram) -> tuple[set[int], str]:
     )
 
 
-@pytest.mark.parametrize("first", [0, PROGRAMS])
+@pytest.mark.parametrize("first", [0, long(PROGRAMS)])
 def test_no_innocent_rank_is_named(first: int) -> None:
     counts: Counter[bool] = Counter()
     for seed in range(first, first + PROGRAMS):
@@ -47,10 +48,11 @@ def test_no_innocent_rank_is_named(first: int) -> None:
 
 def test_two_halves_that_never_agreed_are_told_as_sides() -> None:
     told = wrong = 0
-    for seed in range(PROGRAMS):
+    programs = examples(PROGRAMS)
+    for seed in range(programs):
         program = draw_program(seed, halves=True)
         culprits, words = named(program)
         wrong += bool(culprits)
         told += bool(words)
-    assert told > 0.8 * PROGRAMS
-    assert wrong < 0.08 * PROGRAMS  # an inner loop in the first step looks like several steps
+    assert told > 0.8 * programs
+    assert wrong < 0.08 * programs  # an inner loop in the first step looks like several steps

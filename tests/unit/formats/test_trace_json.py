@@ -4,6 +4,7 @@ published schema holds.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from importlib import resources
@@ -112,6 +113,11 @@ def published(name: str) -> dict[str, object]:
     return json.loads(resources.files("commlens.reports").joinpath("schemas", name).read_text())
 
 
+@functools.cache  # jsonschema.validate would check the schema for each example
+def _by_trace_schema() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(published("trace-1.schema.json"))
+
+
 @settings(
     max_examples=examples(150),
     deadline=None,
@@ -122,7 +128,7 @@ def test_what_is_written_is_read_again(tmp_path: Path, data: TraceData, compress
     path = tmp_path / ("x.json.gz" if compressed else "x.json")
     write_trace(data, path)
     assert read_trace(path) == data
-    jsonschema.validate(json.loads(encode(data)), published("trace-1.schema.json"))
+    _by_trace_schema().validate(json.loads(encode(data)))
     # Whatever it holds, it can be shown.
     trace = commlens.Trace.load(path)
     assert trace.to_summary().calls == trace.calls

@@ -7,11 +7,11 @@ of its class.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import io
 import json
 import re
-import textwrap
 import tokenize
 from pathlib import Path
 from typing import Any, get_args
@@ -69,18 +69,26 @@ TYPES = {
 } | {"Frame": Frame, "ProcessGroup": ProcessGroup}
 
 
-def comments(kind: type) -> dict[str, str]:
-    """The comment behind or above each field of a class, as a sentence."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    lines = source.splitlines()
+@functools.cache
+def read_module(path: str) -> tuple[list[str], dict[int, str], dict[str, ast.ClassDef]]:
+    """Lines of a module, its comments by line, and its classes by name: read once, since
+    ``inspect.getsource`` parses the whole module for each class.
+    """
+    source = Path(path).read_text(encoding="utf-8")
     by_line = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    return source.splitlines(), by_line, classes
+
+
+def comments(kind: type) -> dict[str, str]:
+    """The comment behind or above each field of a class, as a sentence."""
+    lines, by_line, classes = read_module(inspect.getfile(kind))
     found: dict[str, str] = {}
-    for node in body:
+    for node in classes[kind.__name__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = node.lineno - 1
             while lines[above - 1].lstrip().startswith("#"):

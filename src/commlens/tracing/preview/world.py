@@ -422,10 +422,11 @@ def clear_caches() -> None:
     Their keys compare meshes by value. A mesh of an earlier world that looks like the present one
     therefore finds its entry: a plan with groups that no longer exist.
     """
-    for found in gc.get_objects():  # some are per thread and reachable by no name
-        if type(found) is functools._lru_cache_wrapper and str(
-            getattr(found, "__module__", "")
-        ).startswith("torch.distributed"):
+    kind = functools._lru_cache_wrapper
+    for found in gc.get_referrers(kind):  # its instances: some are per thread and have no name
+        if type(found) is kind and str(getattr(found, "__module__", "")).startswith(
+            "torch.distributed"
+        ):
             found.cache_clear()
     redistribute: Any = sys.modules.get("torch.distributed.tensor._redistribute")
     clear_plans = getattr(redistribute, "clear_redistribute_planner_cache", None)

@@ -67,8 +67,9 @@ def test_the_search_for_sides_with_the_same_words(said: str, is_empty: bool) -> 
 
 def names_held() -> Iterator[str]:
     """Yield the first argument of each ``hold(...)`` in the tests, with * for what is computed."""
-    for path in UNIT.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    sources = (path.read_text(encoding="utf-8") for path in UNIT.rglob("test_*.py"))
+    for source in sources:
+        for node in ast.walk(ast.parse(source)) if "hold(" in source else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hold":
                 name = node.args[0]
                 parts = name.values if isinstance(name, ast.JoinedStr) else [name]
