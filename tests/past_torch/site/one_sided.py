@@ -41,6 +41,10 @@ class SymmetricMemory(_Signals):
         handle._all.meet()
         return handle
 
+    @staticmethod
+    def set_group_info(group_name, rank, world_size, store):
+        """torch 2.6 calls it before the first rendezvous of a group."""
+
     def barrier(self, channel=0, timeout_ms=0):
         self._all.meet()
 

@@ -242,6 +242,9 @@ def one_sided(calls: Any) -> Iterator[Any]:
             (torch.distributed.ProcessGroup, "new_window"),
         ):
             patched.setattr(owner, name, None, raising=False)
+        # torch 2.6's rendezvous first makes a store for the group
+        enable = "enable_symm_mem_for_group"
+        patched.setattr(_symmetric_memory, enable, lambda _: None, raising=False)
         resolve = "torch.distributed.distributed_c10d._resolve_process_group"
         patched.setattr(resolve, lambda name: {"0": GROUP}[name])
         yield importlib.import_module("one_sided")
