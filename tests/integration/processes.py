@@ -38,9 +38,9 @@ if os.environ.get("RECORD", "1") == "1":
 if torch.__version__.startswith("2.6."):
     # It joins gloo's threads with the GIL held, for which they may still be waiting: a deadlock of its own, recorded or not.
     destroy_process_group = dist.destroy_process_group
-    def destroyed_later(*group):
+    def destroyed_later(group=None):
         time.sleep(0.5)
-        destroy_process_group(*group)
+        destroy_process_group(group)
     dist.destroy_process_group = destroyed_later
 """
 
