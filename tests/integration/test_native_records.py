@@ -36,7 +36,8 @@ from commlens.tap import libraries
 # The watchdog's thread tells of them at a moment of its own.
 libraries.install = lambda adapters, late: None
 # Notes on groups hold the thread's id as text: both programs write the same number of digits.
-thread_id._CurrentThread.__init__ = lambda self: setattr(self, "id", 1_000_000)
+of_a_thread = thread_id._CurrentThread.__init__
+thread_id._CurrentThread.__init__ = lambda self: of_a_thread(self) or setattr(self, "id", 1_000_000)
 thread_id.current.id = 1_000_000
 engine = os.environ["COMMLENS_ENGINE"]
 recording.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
