@@ -119,7 +119,7 @@ class ArgsTable {
     const bool runs_ahead = channel.attr("runs_ahead").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
     const bool tells_results = channel.attr("backend").attr("tells_results").cast<bool>();
     c10d::Backend* const backend = runs_ahead ? backend_of(*process_group, channel.attr("device").cast<std::string>()) : nullptr;
-    const auto hooks = backend ? hooks_of(*backend, channel.ptr()) : nullptr;
+    CompletionHooks* const hooks = backend ? hooks_of(*backend, channel.ptr()) : nullptr;
     WordTable<ArgsPtr> old;
     std::lock_guard<std::mutex> lock(mutex_);
     auto& ours = channels_[channel.ptr()];
@@ -145,7 +145,7 @@ class ArgsTable {
   }
 
   // Of a channel's first op: attached before it is issued.
-  std::shared_ptr<CompletionHooks> hooks_of(c10d::Backend& backend, PyObject* channel) {
+  CompletionHooks* hooks_of(c10d::Backend& backend, PyObject* channel) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (channels_.count(channel)) return nullptr;

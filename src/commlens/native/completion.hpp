@@ -53,7 +53,7 @@ class Completion {
   }
 
   // `self` is the Python object of the Work, by which a weakly held collective is found.
-  TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
+  TokenPtr wait_begins(const void* work, PyObject* self) {
     unwaited_.handled(work);
     TokenPtr token = synchronous_.take_by(work);
     std::vector<TokenPtr> weakly_held;

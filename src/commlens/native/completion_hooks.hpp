@@ -26,16 +26,26 @@ struct Flight {
 
 using FlightPtr = std::shared_ptr<Flight>;
 
-// The ops in flight of one backend. The box, as the engine that has it, is never freed.
+// The ops in flight of one backend. As the box and the engine that has it, it is never freed: the backend copies its hooks for each op that
+// completes, and a function that holds no more than a pointer is copied without an allocation.
 class CompletionHooks {
  public:
   explicit CompletionHooks(Box& box) : box_(box) {}
 
   // Null if the backend has no completion hooks. Before the first op is issued, and without locks of ours.
   template <class Backend>
-  static std::shared_ptr<CompletionHooks> attach(Backend& backend, Box& box) {
-    auto hooks = std::make_shared<CompletionHooks>(box);
-    return attach_to(backend, hooks) ? hooks : nullptr;
+  static auto attach(Backend& backend, Box& box) -> decltype(backend.supportsCompletionHooks(), static_cast<CompletionHooks*>(nullptr)) {
+    if (!backend.supportsCompletionHooks()) return nullptr;
+    static std::atomic<int64_t> next_id{HOOK_ID};
+    auto* const hooks = new CompletionHooks(box);
+    backend.registerCompletionHook(next_id.fetch_add(1), [hooks](const auto& args) { hooks->completed(args.completionKey, args.duration_ms); });
+    // Just before the backend's watchdog aborts the process. More than once is no harm.
+    if (backend.supportsAbortHooks()) backend.registerAbortHook(next_id.fetch_add(1), [hooks] { hooks->box_.word(GAVE_UP, now_ns()); });
+    return hooks;
+  }
+  template <class... Others>
+  static CompletionHooks* attach(const Others&...) {
+    return nullptr;
   }
 
   // The backend's call returned this Work. Null if it has no key of its own, only its address: no hook may ever tell of it.
@@ -50,7 +60,7 @@ class CompletionHooks {
       // It may have completed before its call returned.
       for (auto early = early_.rbegin(); early != early_.rend() && early->second >= since && !done; ++early)
         if (early->first == *key) done = early->second;
-      if (!done) in_flight_[*key] = flight;
+      if (!done) add(*key, flight);
     }
     if (done) finish(*flight, done);
     return flight;
@@ -62,20 +72,6 @@ class CompletionHooks {
   static constexpr size_t EARLY_MAX = 1024;
   static constexpr int64_t HOOK_ID = 0x636f6d6d6c656e;  // far from the small ids that programs choose
 
-  template <class Backend>
-  static auto attach_to(Backend& backend, const std::shared_ptr<CompletionHooks>& hooks) -> decltype(backend.supportsCompletionHooks()) {
-    if (!backend.supportsCompletionHooks()) return false;
-    static std::atomic<int64_t> next_id{HOOK_ID};
-    backend.registerCompletionHook(next_id.fetch_add(1), [hooks](const auto& args) { hooks->completed(args.completionKey, args.duration_ms); });
-    // Just before the backend's watchdog aborts the process. More than once is no harm.
-    if (backend.supportsAbortHooks()) backend.registerAbortHook(next_id.fetch_add(1), [hooks] { hooks->box_.word(GAVE_UP, now_ns()); });
-    return true;
-  }
-  template <class... Others>
-  static bool attach_to(const Others&...) {
-    return false;
-  }
-
   template <class Work>
   static auto key_of(const Work& work) -> decltype(std::optional<uint64_t>(work.getCompletionKey())) {
     return work.getCompletionKey();
@@ -83,6 +79,16 @@ class CompletionHooks {
   template <class... Others>
   static std::optional<uint64_t> key_of(const Others&...) {
     return std::nullopt;
+  }
+
+  // Under the mutex. Takes the place of an op that has completed, if there is one, so that the map allocates nothing in a steady state.
+  void add(uint64_t key, const FlightPtr& flight) {
+    if (!spare_) {
+      in_flight_[key] = flight;
+      return;
+    }
+    spare_.key() = key;
+    in_flight_.insert(std::move(spare_)).position->second = flight;
   }
 
   // In the backend's watchdog thread, or in one that issues an op, perhaps with locks of the backend.
@@ -99,7 +105,7 @@ class CompletionHooks {
         return;
       }
       flight = std::move(found->second);
-      in_flight_.erase(found);
+      spare_ = in_flight_.extract(found);
     }
     if (duration_ms && *duration_ms >= 0)
       box_.mark_value(flight->offset, DURATION, flight->index, static_cast<uint64_t>(*duration_ms * 1e6f) / TICK_NS);
@@ -115,6 +121,7 @@ class CompletionHooks {
   Box& box_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, FlightPtr> in_flight_;  // by the key of its Work
+  decltype(in_flight_)::node_type spare_;
   std::deque<std::pair<uint64_t, uint64_t>> early_;    // keys that completed and were not known, and when
   std::atomic<uint64_t> progress_{0};
 };

@@ -25,7 +25,7 @@ struct Channel {
   Counter numbers{0};
   bool runs_ahead = false;  // a synchronous call returns before the op is done; no Work is kept or polled
   bool tells_results = false;  // torch's watchdog thread sets the results of its Works
-  std::shared_ptr<CompletionHooks> hooks;  // of a channel that runs ahead, if its backend has completion hooks
+  CompletionHooks* hooks = nullptr;  // of a channel that runs ahead, if its backend has completion hooks
   c10d::Backend* backend = nullptr;  // of a channel that runs ahead; the process group, which every call passes, keeps it alive
   std::map<std::tuple<int, bool, bool, int64_t>, Counter> pairs;  // by peer, send, tagged, tag; under the recorder's mutex
 };

@@ -104,7 +104,7 @@ class InFlight {
     }
   }
 
-  TokenPtr by_work(const c10d::Work* work) const {
+  TokenPtr by_work(const void* work) const {
     for (const auto& token : held_)
       if (token->work.get() == work) return token;
     return nullptr;

@@ -28,8 +28,9 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   TokenPtr token;
   if (recorder && count > 0) {
     try {
-      token = recorder->completion.caller_wait_begins(address_of(arguments[0]));
-      if (!token) token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
+      const void* work = address_of(arguments[0]);
+      token = recorder->completion.caller_wait_begins(work);
+      if (!token) token = recorder->completion.wait_begins(work ? work : py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
     } catch (const std::exception& error) {
       if (restore_interrupt()) return nullptr;
       recorder->failed(error.what());
