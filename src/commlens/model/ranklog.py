@@ -257,6 +257,7 @@ class RankLog(msgspec.Struct):
     main_stack_since_ns: int = 0
     heartbeat_ns: int = 0  # Unix ns of the watchdog thread's last sign of life
     captured_ns: int = 0  # Unix ns when the box was read or dumped
+    awaited_thread: int = 0  # should issue what others wait for, if it is not the main one
     head_lost: bool = False  # the collective that its device waits in is overwritten
     steps: int = 0  # optimizer steps completed
     expecting: str | None = None  # label of an open `with commlens.expect_slow(...)`
@@ -323,22 +324,24 @@ class RankLog(msgspec.Struct):
 
     @property
     def main_stack(self) -> ThreadStack | None:
-        """The most recent stack of the main thread; of the thread that runs the user's code if the
-        main one runs only a library's, or waits for another thread.
+        """The most recent stack of the thread for which others wait, if that is known; else of the
+        main thread, or of the thread that runs the user's code if the main one runs only a
+        library's or waits for another thread.
         """
         everything = [*self.observation.stacks, *self.stacks]
+        awaited = self.awaited_thread
         main = max(
-            (stack for stack in everything if stack.is_main),
+            (each for each in everything if (each.thread == awaited if awaited else each.is_main)),
             key=lambda stack: stack.taken_ns,
             default=None,
         )
-        if main is None or not main.frames or main.runs_user_code:
+        if main is None or not main.frames or main.runs_user_code or awaited:
             return main
-        others = [
-            stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))
-        ]
+        others = [stack for stack in everything if not stack.is_main and stack.source is not None]
         issuing = self.collectives[-1].issue_thread if self.collectives else 0
-        of_thread = [stack for stack in others if stack.thread == issuing] or others
+        of_thread = [stack for stack in others if stack.thread == issuing]
+        if main.source is None:
+            of_thread = of_thread or others
         if len({stack.thread for stack in of_thread}) != 1:
             return main
         return max(of_thread, key=lambda stack: stack.taken_ns)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from builders import Job, all_reduce
 
 from commlens.model.collective import Frame, FrameKind
-from commlens.model.ranklog import UNREMARKABLE, End, Observation, RankLog, ThreadStack
+from commlens.model.ranklog import UNREMARKABLE, End, Observation, ThreadStack
 from commlens.text import process_phrase
 
 
@@ -45,6 +46,13 @@ def test_states(seen: Observation, words: str, is_notable: bool) -> None:
 def test_the_stack_of_the_thread_for_which_the_main_one_waits(inner: Frame, thread: int) -> None:
     main = ThreadStack(1, "MainThread", (inner, Frame("/me/train.py", 13, "main")), is_main=True)
     worker = ThreadStack(2, "worker", (Frame("/me/train.py", 5, "wait_for_tokens"),))
-    log = RankLog(0, 2, stacks=[main, worker])
+    writer = ThreadStack(3, "writer", (Frame("/me/train.py", 7, "flush_logs"),))
+    job = Job(1)
+    [log] = job.run(lambda job, _: iter([all_reduce(job.world, line=6, thread=2)])).logs()
+    log.stacks = [main, worker, writer]
     assert log.main_stack is not None
     assert log.main_stack.thread == thread
+    log.collectives = []  # of the others, none is known to issue collectives
+    assert log.main_stack == main
+    log.awaited_thread = 3
+    assert log.main_stack == writer

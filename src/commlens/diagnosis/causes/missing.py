@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from commlens.diagnosis.align.call_paths import Path, parting_paths_of_ranks, path_of
 from commlens.diagnosis.align.routine import Loop, count_rounds, ever_leaves_routine, find_loop
 from commlens.diagnosis.align.tie_break import (
@@ -45,7 +47,7 @@ from commlens.diagnosis.index.activity import (
 from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
-from commlens.model.collective import Collective, Frame, State
+from commlens.model.collective import Collective, Frame, FrameKind, State
 from commlens.model.ranklog import RankLog
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
@@ -123,6 +125,7 @@ class MissingCase(Case[Missing]):
     loop: Loop | None  # inside of which the first of the culprits ended
     extra: ExtraLine | None
     lock_holders: list[LockHolder]
+    notified: bool  # the first absent rank waits for another thread to wake it
 
 
 @dataclass(kw_only=True)
@@ -137,6 +140,8 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     the same collective share a cause.
     """
     groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
+    for node in nodes:
+        _follow_awaited_thread(context, node)
     activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
     # receives from any source whose message one of these ranks may still send
@@ -159,6 +164,17 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
             _add_working(context, absence, first_node)
         else:
             _add_missing(context, absence)
+
+
+def _follow_awaited_thread(context: Context, node: WaitNode) -> None:
+    """Look at the thread of an absent rank that issues on the channel in which others wait, where
+    that is another one than the main thread.
+    """
+    view = context.job.views[node.rank]
+    track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
+    of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
+    if track is not None and track.thread in of_user - {view.main_thread}:
+        view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
@@ -307,6 +323,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
             loop=find_loop(views[blamed[0]]) if decision.by == "midway" else None,
             extra=extra,
             lock_holders=holders,
+            notified=_waits_to_be_woken(context.job.views[absence.ranks[0]]),
         )
     )
 
@@ -335,6 +352,16 @@ def _can_never_arrive(
     return absence.is_for_ranks and all(
         context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
     )
+
+
+def _waits_to_be_woken(view: RankView) -> bool:
+    """Return whether a rank's main thread waits in a condition of Python's, as queues and events
+    do.
+    """
+    stack = view.log.main_stack
+    frames = stack.frames if stack is not None else ()
+    inner = next((frame for frame in frames if frame.kind is not FrameKind.NATIVE), None)
+    return inner is not None and inner.function == "wait" and inner.file.endswith("/threading.py")
 
 
 def _frame(
@@ -426,7 +453,7 @@ def _confidence(
     if record_doubt is not None:
         return "medium", record_doubt
     if not blamed:
-        return "medium", "undecided"
+        return "medium", "undecided" if absence.finished else "many-outside"
     return "medium", "majority-assumed" if blames_waiting else "wait-inferred"
 
 
@@ -545,7 +572,8 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
         return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.finished or op.is_setup or op.is_store_wait:
-        return Decision(tuple(sides[0]), "absence"), None
+        most = _are_most_at_one_line(context, absence)
+        return Decision((), "undecided") if most else Decision(tuple(sides[0]), "absence"), None
     rounds = _rounds(context, absence)
     decision = first_decision(
         lambda: _by_majority(context, absence),
@@ -554,6 +582,19 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
         lambda: _by_midway(context, absence),
     )
     return decision, rounds[0] if decision.by == "rounds" else None
+
+
+def _are_most_at_one_line(context: Context, absence: Absence) -> bool:
+    """Return whether most of the group stand in the same line of the program: then the others may
+    have left it out, as ranks that meet there past torch do.
+    """
+    op, doing = absence.edge.op, absence.doing
+    return (
+        not (op.is_setup or op.is_store_wait or op.is_point_to_point)
+        and (doing.state, doing.why, doing.works) == ("runs", "user-code", False)
+        and 2 * len(absence.ranks) > len(op.channel.group.ranks)
+        and not any(is_locked_out(context.job.views[rank].log) for rank in absence.ranks)
+    )
 
 
 def _by_majority(context: Context, absence: Absence) -> Decision | None:

@@ -15,6 +15,7 @@ from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
+    at,
     ended_step,
     midway_step,
     missing_step,
@@ -176,11 +177,7 @@ def _next_step(case: MissingCase) -> str:
     if cause.recomputed is not None:
         return recomputed_step(cause.recomputed)
     if cause.locked_out:
-        where = frame_phrase(absence.doing.frame)
-        return (
-            f"find out where {ranks_phrase(cause.locked_out)} took the lock that it waits for"
-            f"{f' at {where}' if where else ''}, and did not release it"
-        )
+        return _locked_out_step(case)
     mutual = [(one, one.edge) for one in case.lock_holders if one.edge is not None]
     if mutual:
         holder, edge = mutual[-1]
@@ -189,12 +186,26 @@ def _next_step(case: MissingCase) -> str:
     if case.loop is not None:
         return midway_step(case.loop, cause.culprits)
     culprits = cause.culprits or sorted([*ranks, *waiting])
+    if cause.doubt == "many-outside":
+        return (
+            f"compare {ranks_phrase(ranks)}, which stand in {frame_phrase(absence.doing.frame)},"
+            f" with {ranks_phrase(waiting)}, which went on to {op.op}{at(op)}: most ranks are"
+            f" there, so {ranks_phrase(waiting)} may have left it out"
+        )
     if absence.doing.state == "left":
         return (
             f"let {ranks_phrase(culprits)} call destroy_process_group only after the last"
             " collective of all ranks"
         )
     return missing_step(absence.doing, culprits, op, ended=cause.over)
+
+
+def _locked_out_step(case: MissingCase) -> str:
+    ranks, where = ranks_phrase(case.cause.locked_out), frame_phrase(case.absence.doing.frame)
+    place = f" at {where}" if where else ""
+    if case.notified:
+        return f"find out which thread was to wake {ranks}{place}: no other one runs Python there"
+    return f"find out where {ranks} took the lock that it waits for{place}, and did not release it"
 
 
 def _evidence(context: Context, case: MissingCase) -> list[str]:
@@ -249,9 +260,14 @@ def _loop_evidence(cause: Missing, loop: Loop) -> str:
 def _lock_evidence(case: MissingCase) -> list[str]:
     """Return sentences about the ranks that hold the locks that the missing ones wait for."""
     locked_out = case.cause.locked_out
+    what, do = (
+        ("another thread to wake it, as in a queue or an event", "do so")
+        if case.notified
+        else ("a lock (threading.Lock) that is locked", "release it")
+    )
     alone = (
-        f"{ranks_and_verb(locked_out, 'waits', 'wait')} for a lock (threading.Lock) that is locked,"
-        " and no other thread runs Python there that could release it."
+        f"{ranks_and_verb(locked_out, 'waits', 'wait')} for {what}, and no other thread runs Python"
+        f" there that could {do}."
     )
     return [alone] * bool(locked_out) + [
         f"Process {one.pid} is {rank_phrase(one.holder)}."

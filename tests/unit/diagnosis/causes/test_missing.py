@@ -600,3 +600,57 @@ def test_a_heartbeat_of_another_thread_is_no_work_of_the_main_one() -> None:
     logs[1].issued = 2
     assert quiet_ns(logs[1]) > 10**9
     assert blame(judge(logs))[:3] == ("missing", "user-code", [1])
+
+
+@pytest.mark.parametrize("at_the_line", [(1,), (1, 2)])
+def test_most_of_the_group_in_one_line_may_be_right(at_the_line: tuple[int, ...]) -> None:
+    """They meet there past torch, and the one that waits in the collective has left it out."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank in at_the_line:
+            yield Stay(40, "store_barrier")
+        yield all_reduce(job.world, line=30)
+
+    verdict = judge(Job(3).run(program).logs())
+    most = len(at_the_line) == 2
+    assert verdict.kind == "missing"
+    assert verdict.culprits == ([] if most else [1])
+    if most:
+        hold("missing/most-in-one-line", verdict)
+
+
+def test_the_line_is_that_of_the_thread_for_which_others_wait() -> None:
+    """The main thread trains, and another one reports metrics in a group of its own."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        metrics = job.group("1", [0, 1, 2])
+        for _ in range(4):
+            yield all_reduce(metrics, line=11, function="log_metrics", thread=77)
+        if rank == 1:
+            yield Stay(40, "train")
+        yield all_reduce(metrics, line=11, function="log_metrics", thread=77)
+
+    logs = Job(3).run(program).logs()
+    frames = (Frame("/home/me/train.py", 9, "send_metrics"),)
+    logs[1].stacks.append(ThreadStack(77, "metrics", frames, logs[1].captured_ns))
+    assert blame(judge(logs))[2:] == ([1], "train.py:9")
+
+
+def test_a_thread_that_nothing_wakes() -> None:
+    """The thread that fills a queue has ended."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 2:
+            yield Stay(40, "take")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    [main] = logs[2].stacks
+    wait = Frame("/usr/lib/python3.11/threading.py", 327, "wait", FrameKind.PYTHON)
+    logs[2].stacks = [msgspec.structs.replace(main, frames=(wait, *main.frames), locked_out=True)]
+    verdict = judge(logs)
+    assert verdict.cause is not None
+    assert verdict.cause.locked_out == [2]  # type: ignore[union-attr]
+    hold("missing/nothing-wakes-it", verdict)
