@@ -360,6 +360,7 @@ Doubt = Literal[
     "wait-inferred",
     "members-unknown",
     "many-outside",
+    "lock-holder-unknown",
     "store-elsewhere",
     "helper-unseen",
 ]
@@ -375,7 +376,8 @@ whether it completed; then nobody is blamed.
 between the sides. ``majority-assumed``: that most ranks are right. ``loop-may-end-there``: where
 the culprits ended it. ``wait-inferred``: no thread was seen in a wait. ``members-unknown``: stacks
 do not tell the ranks of the group. ``many-outside``: more ranks are outside of collectives than
-wait, or at several places. ``store-elsewhere``: a process outside of the job may make the store.
+wait, or at several places. ``lock-holder-unknown``: the ranks poll a lock. ``store-elsewhere``: a
+process outside of the job may make the store.
 ``helper-unseen``: the rank may wait for a process that it started.
 """
 

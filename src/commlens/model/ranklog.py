@@ -337,6 +337,10 @@ class RankLog(msgspec.Struct):
         )
         if main is None or not main.frames or main.runs_user_code or awaited:
             return main
+        return self._stack_for(main, everything)
+
+    def _stack_for(self, main: ThreadStack, everything: list[ThreadStack]) -> ThreadStack:
+        """Return the stack of the thread that runs the user's code in place of the main one."""
         others = [stack for stack in everything if not stack.is_main and stack.source is not None]
         issuing = self.collectives[-1].issue_thread if self.collectives else 0
         of_thread = [stack for stack in others if stack.thread == issuing]

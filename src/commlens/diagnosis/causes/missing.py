@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import msgspec
@@ -47,7 +47,7 @@ from commlens.diagnosis.index.activity import (
 from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
-from commlens.model.collective import Collective, Frame, FrameKind, State
+from commlens.model.collective import Collective, Frame, FrameKind, Stack, State
 from commlens.model.ranklog import RankLog
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
@@ -126,6 +126,8 @@ class MissingCase(Case[Missing]):
     extra: ExtraLine | None
     lock_holders: list[LockHolder]
     notified: bool  # the first absent rank waits for another thread to wake it
+    # the last collective of ranks that have finished without any optimizer step
+    ended_after: Collective | None
 
 
 @dataclass(kw_only=True)
@@ -140,9 +142,7 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     the same collective share a cause.
     """
     groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
-    for node in nodes:
-        _follow_awaited_thread(context, node)
-    activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
+    activities = {node: _doing(context, node) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
     # receives from any source whose message one of these ranks may still send
     may_be_served = {
@@ -166,15 +166,16 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
             _add_missing(context, absence)
 
 
-def _follow_awaited_thread(context: Context, node: WaitNode) -> None:
-    """Look at the thread of an absent rank that issues on the channel in which others wait, where
-    that is another one than the main thread.
+def _doing(context: Context, node: WaitNode) -> Activity:
+    """Classify the activity of an absent rank: that of the thread that issues on the channel in
+    which others wait, if that is another one than the main thread.
     """
     view = context.job.views[node.rank]
     track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
     of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
     if track is not None and track.thread in of_user - {view.main_thread}:
         view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
+    return context.doing(view)
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
@@ -324,6 +325,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
             extra=extra,
             lock_holders=holders,
             notified=_waits_to_be_woken(context.job.views[absence.ranks[0]]),
+            ended_after=_ended_after(context.job.views[absence.ranks[0]], absence),
         )
     )
 
@@ -352,6 +354,10 @@ def _can_never_arrive(
     return absence.is_for_ranks and all(
         context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
     )
+
+
+def _ended_after(view: RankView, absence: Absence) -> Collective | None:
+    return view.last_op if absence.finished and not view.log.steps else None
 
 
 def _waits_to_be_woken(view: RankView) -> bool:
@@ -453,7 +459,7 @@ def _confidence(
     if record_doubt is not None:
         return "medium", record_doubt
     if not blamed:
-        return "medium", "undecided" if absence.finished else "many-outside"
+        return "medium", _doubt_of_blame(context, absence, otherwise="undecided")
     return "medium", "majority-assumed" if blames_waiting else "wait-inferred"
 
 
@@ -572,8 +578,9 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
         return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.finished or op.is_setup or op.is_store_wait:
-        most = _are_most_at_one_line(context, absence)
-        return Decision((), "undecided") if most else Decision(tuple(sides[0]), "absence"), None
+        if _doubt_of_blame(context, absence, otherwise=None) is not None:
+            return Decision((), "undecided"), None
+        return Decision(tuple(sides[0]), "absence"), None
     rounds = _rounds(context, absence)
     decision = first_decision(
         lambda: _by_majority(context, absence),
@@ -584,17 +591,27 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
     return decision, rounds[0] if decision.by == "rounds" else None
 
 
-def _are_most_at_one_line(context: Context, absence: Absence) -> bool:
-    """Return whether most of the group stand in the same line of the program: then the others may
-    have left it out, as ranks that meet there past torch do.
+def _doubt_of_blame(context: Context, absence: Absence, *, otherwise: Doubt | None) -> Doubt | None:
+    """Return why the absent ranks are not to blame for not coming, if that is so, else
+    ``otherwise``: they poll a lock, which a rank that waits for them may hold, or most of the
+    group stand in their line of the program, so that the others may have left it out, as ranks
+    that meet there past torch do.
     """
     op, doing = absence.edge.op, absence.doing
-    return (
-        not (op.is_setup or op.is_store_wait or op.is_point_to_point)
-        and (doing.state, doing.why, doing.works) == ("runs", "user-code", False)
-        and 2 * len(absence.ranks) > len(op.channel.group.ranks)
-        and not any(is_locked_out(context.job.views[rank].log) for rank in absence.ranks)
-    )
+    logs = [context.job.views[rank].log for rank in absence.ranks]
+    if op.is_setup or op.is_store_wait or op.is_point_to_point or doing.works:
+        return otherwise
+    if all(log.main_stack is not None and _polls_lock(log.main_stack.frames) for log in logs):
+        return "lock-holder-unknown"
+    most = 2 * len(absence.ranks) > len(op.channel.group.ranks)
+    is_clear = (doing.state, doing.why) != ("runs", "user-code") or any(map(is_locked_out, logs))
+    return "many-outside" if most and not is_clear else otherwise
+
+
+def _polls_lock(frames: Stack) -> bool:
+    """Return whether a thread is in the ``filelock`` library, which polls."""
+    library = takewhile(lambda frame: frame.kind is not FrameKind.USER, frames)
+    return any("/filelock/" in frame.file for frame in library)
 
 
 def _by_majority(context: Context, absence: Absence) -> Decision | None:

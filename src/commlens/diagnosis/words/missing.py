@@ -169,7 +169,7 @@ def _explanation(context: Context, case: MissingCase) -> str:
 
 def _next_step(case: MissingCase) -> str:
     cause, absence, op = case.cause, case.absence, case.absence.edge.op
-    ranks, waiting = absence.ranks, absence.waiting
+    ranks = absence.ranks
     if case.extra is not None:
         return ended_step(case.extra.op, ranks, cause.came, case.extra.path.with_caller)
     if cause.new_line and not (op.is_setup or op.is_store_wait):
@@ -185,17 +185,38 @@ def _next_step(case: MissingCase) -> str:
         return f"release the lock on {rank_phrase(holder.holder)} before {edge.op.op} at {where}"
     if case.loop is not None:
         return midway_step(case.loop, cause.culprits)
-    culprits = cause.culprits or sorted([*ranks, *waiting])
+    return _step_of_absent(case)
+
+
+def _step_of_absent(case: MissingCase) -> str:
+    cause, absence, op = case.cause, case.absence, case.absence.edge.op
+    ranks, waiting, last = (
+        ranks_phrase(absence.ranks),
+        ranks_phrase(absence.waiting),
+        case.ended_after,
+    )
+    where = frame_phrase(absence.doing.frame)
+    if cause.doubt == "lock-holder-unknown":
+        return (
+            f"find out which process holds the lock that {ranks}"
+            f" {verb(absence.ranks, 'takes', 'take')} at {where}: if {waiting} took it, release"
+            f" it before {op.op}{at(op)}"
+        )
     if cause.doubt == "many-outside":
         return (
-            f"compare {ranks_phrase(ranks)}, which stand in {frame_phrase(absence.doing.frame)},"
-            f" with {ranks_phrase(waiting)}, which went on to {op.op}{at(op)}: most ranks are"
-            f" there, so {ranks_phrase(waiting)} may have left it out"
+            f"compare {ranks}, which stand in {where}, with {waiting}, which went on to"
+            f" {op.op}{at(op)}: most ranks are there, so {waiting} may have left it out"
         )
+    culprits = cause.culprits or sorted([*absence.ranks, *absence.waiting])
     if absence.doing.state == "left":
         return (
             f"let {ranks_phrase(culprits)} call destroy_process_group only after the last"
             " collective of all ranks"
+        )
+    if last is not None and culprits == absence.ranks and last.source is not None:
+        return (
+            f"find out why {ranks_and_verb(culprits, 'ends', 'end')} after {last.op}{at(last)}, and"
+            f" {waiting} {verb(absence.waiting, 'goes', 'go')} on to {op.op}{at(op)}"
         )
     return missing_step(absence.doing, culprits, op, ended=cause.over)
 
@@ -368,6 +389,7 @@ _DOUBTS: dict[Doubt, str] = {
     ),
     "members-unknown": MEMBERS_UNKNOWN,
     "many-outside": MANY_OUTSIDE,
+    "lock-holder-unknown": "Which process holds the lock of that file does not show.",
 }
 
 

@@ -654,3 +654,34 @@ def test_a_thread_that_nothing_wakes() -> None:
     assert verdict.cause is not None
     assert verdict.cause.locked_out == [2]  # type: ignore[union-attr]
     hold("missing/nothing-wakes-it", verdict)
+
+
+def test_a_lock_that_is_polled_may_be_held_by_a_rank_that_waits() -> None:
+    """Rank 0 waits in a barrier while it holds the lock of a file: the other one is not to blame."""
+    library = Frame("/site-packages/filelock/_api.py", 9, "acquire", FrameKind.LIBRARY)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            yield Stay(40, "prepare_dataset", None, (library,))
+        yield collective("barrier", job.world, line=41)
+
+    verdict = judge(Job(2).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("missing", [])
+    hold("missing/polls-a-lock", verdict)
+
+
+def test_a_rank_that_ends_in_a_job_without_optimizer_steps() -> None:
+    """A server's worker: there is no data that could be uneven."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            yield collective("broadcast", job.world, line=20, root=0)
+            if (rank, i) == (2, 3):
+                return
+            yield all_reduce(job.world, line=21)
+
+    verdict = judge(Job(3).run(program).logs())
+    assert blame(verdict)[2:] == ([2], "train.py:20")
+    assert "Join" not in verdict.next_step
+    hold("missing/ends-without-steps", verdict)
