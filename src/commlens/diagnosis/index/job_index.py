@@ -103,39 +103,45 @@ class RankView:
     rank: int
     log: RankLog
     exit: ProcessExit
-    now_ns: int
+    now_ns: int  # when the records were read, or their newest time
+
+    # What the rank issued.
+    history: Sequence[Collective] = ()  # all records, oldest first
+    wrapped: bool = False  # older records were overwritten or lost
     tracks: dict[ChannelKey, Track] = field(default_factory=dict)
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
     open_pairs: set[int] = field(default_factory=set)  # indices of point-to-point ops in flight
+    # by channel of a library: index of the newest call without a number
+    unnumbered: dict[ChannelKey, int] = field(default_factory=dict)
+
+    # Where it is blocked.
     # by thread; 0 is the device, and in dumps that record no threads the rank
     blocks: dict[int, BlockedThread] = field(default_factory=dict)
-    # of these: the op in flight that the device waits in, or the rank in dumps that record no
-    # threads
-    head: BlockedThread | None = None
     main_thread: int = 0
-    wrapped: bool = False  # older records were overwritten or lost
-    history: Sequence[Collective] = ()  # all records, oldest first
-    # first op in flight of each channel and pair on a device, but the head itself
+    # the block of the device, which waits in its first op in flight; in dumps that record no
+    # threads, of the rank
+    head: BlockedThread | None = None
+    # first op in flight of each other channel and pair on a device
     heads: list[Collective] = field(default_factory=list)
+    # the op that blocks the rank is, or in a dump with nothing but ops in flight may be, older and
+    # overwritten
+    head_lost: bool = False
     # the last op, if the main thread may wait for the device in it: a message, or a batch of them,
     # of which nothing tells whether it is complete
     unknown_message: Collective | None = None
     running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
     timed: bool = False  # it is recorded when an op starts to run on the device
-    # by channel of a library: index of the newest call without a number
-    unnumbered: dict[ChannelKey, int] = field(default_factory=dict)
-    # Only of other tools' dumps:
-    dump: RankColumns | None = None  # the log
-    # number of completed sends or receives
-    ended_messages: dict[PairKey, int] = field(default_factory=dict)
-    # position in the history from which the rank may have left its routine
-    routine_since: int | None = None
-    first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
+
+    # Its routine (``align.routine``).
     # index of the op from which on the program has done several steps; 0: not determined yet
     routine_from: int = 0
-    # the op that blocks the rank is, or in a dump with nothing but ops in flight may be, older and
-    # overwritten
-    head_lost: bool = False
+    # position in the history from which the rank may have left its routine; None: unknown
+    routine_since: int | None = None
+
+    # Only of other tools' dumps.
+    dump: RankColumns | None = None  # the log
+    ended_messages: dict[PairKey, int] = field(default_factory=dict)  # how many have completed
+    first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
     written_ns: int = 0  # the dump is not newer than this, Unix ns; 0 if unknown
     # other ranks' records show that it has issued more collectives than its dump holds
     outdated: bool = False
@@ -214,29 +220,32 @@ class JobIndex:
     size: int
     no_record: list[int]  # ranks that left none on the hosts seen
     elsewhere: list[int]  # ranks that probably run on another node
-    stalled_after_ns: int
+    stalled_after_ns: int  # a shorter wait is not stuck
+    stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     # ranks with records of the channel
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)
-    # The records are other tools' dumps, which tell no threads, no splits of all_to_all, nothing of
-    # the processes, and perhaps only what is in flight. They tell when an op completed on its
-    # device, and a known host may have ranks whose dump is only missing here.
-    foreign: bool = False
-    stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     # groups whose ranks no file lists: those that use it are known
     unlisted: frozenset[ChannelKey] = frozenset()
     # of no_record: ranks whose process runs without being recorded
     strangers: Mapping[int, RankLog] = field(default_factory=dict)
+    # by rank: the ranks without a log that it stands for, because they are in the same state
+    stands_for: Mapping[int, int] = field(default_factory=dict)
+
+    # What sort of evidence it is.
+    # The records are other tools' dumps, which tell no threads, no splits of all_to_all, nothing of
+    # the processes, and perhaps only what is in flight. They tell when an op completed on its
+    # device, and a known host may have ranks whose dump is only missing here.
+    foreign: bool = False
     # all evidence is from text logs, in which a healthy rank need have no line
     only_logs: bool = False
     # of some ranks only the issue of operations is recorded, not their completion
     issued_only: bool = False
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
-    # by rank: the ranks without a log that it stands for, because they are in the same state
-    stands_for: Mapping[int, int] = field(default_factory=dict)
     foreseen: bool = False  # the records tell what a run will do: their times mean nothing
-    # of nodes, collected apart from the records
-    more_health: Sequence[NodeHealth] = ()
+
+    # What else is known of the job.
+    more_health: Sequence[NodeHealth] = ()  # of nodes, collected apart from the records
     inventory: Inventory | None = None  # where hosts are
     worlds: Worlds = ONE_WORLD  # the names of its processes
 
