@@ -275,7 +275,7 @@ def _advice(error: BaseException) -> str:
     """Return what to do about a rendezvous that has failed; empty for other errors. If its address
     does not answer, that is tried once more, since torch does not say why.
     """
-    from commlens.diagnosis.words.next_steps import known_step
+    from commlens.diagnosis.words.error_steps import known_step
     from commlens.matching.errors import known_error
 
     text = "\n".join(

@@ -9,13 +9,12 @@ from commlens.diagnosis.causes.dead import UNDECIDED, Stopped
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.circumstances import KEYS_OF_ITS_OWN
+from commlens.diagnosis.words.error_steps import known_step, peer_step
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
     death_step,
-    known_step,
     outside_cause,
     outside_step,
-    peer_step,
 )
 from commlens.diagnosis.words.phrases import exit_words, prose
 from commlens.matching.errors import is_kernel_error

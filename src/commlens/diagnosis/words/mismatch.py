@@ -110,6 +110,7 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
         if is_checkpoint
         else ("one of the threads", "new_group")
     )
+    ends = phrases.exits_alike(context, case.cause.ended_by_it)
     unseen = sorted(set(mismatch.ops) - set(race.ranks))
     every = ", on every rank" if not unseen else ""
     return Words(
@@ -126,7 +127,7 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
                 else ""
             ),
             "Which thread comes first changes from run to run, so no rank is at fault.",
-            *_aborted_by_race(context, case),
+            *(f"{capital(each)} because of it." for each in ends[:3]),
         ),
         next_step=(
             "wait for each checkpoint (result() of what async_save returns) before the next one"
@@ -159,12 +160,6 @@ def _is_of_checkpoint(op: Collective) -> bool:
 
 def _in_thread(name: str) -> str:
     return " in the main thread" if name == MAIN_THREAD else f" in thread {name}" if name else ""
-
-
-def _aborted_by_race(context: Context, case: Case[MismatchCause]) -> list[str]:
-    """``["Rank 0 died of SIGABRT because of it."]``."""
-    ends = phrases.exits_alike(context, case.cause.ended_by_it)
-    return [f"{capital(end)} because of it." for end in ends[:3]]
 
 
 def _thread_line(op: Collective) -> str:
@@ -407,14 +402,10 @@ def _aspect_summary(case: MismatchCase, answer: Disagree) -> str:
     )
 
 
-def _and_so_on(matches: int) -> str:
-    return f", and so on for {count(matches, 'collective')}" if matches > 1 else ""
-
-
 def _shifted(case: MismatchCase, shift: Shift) -> str:
     """Return how a rank's collectives match earlier or later ones of the others."""
     number, subject, own = case.mismatch.number, ranks_phrase(case.suspects), case.paths[0].phrase
-    so_on = _and_so_on(shift.matches)
+    so_on = f", and so on for {count(shift.matches, 'collective')}" if shift.matches > 1 else ""
     if case.mismatch.tie:
         other = rank_phrase(next(rank for rank in case.suspects if rank != shift.rank))
         times = count(shift.by, "collective")

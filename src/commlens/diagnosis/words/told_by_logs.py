@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from commlens.diagnosis.words.error_steps import known_step
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.next_steps import known_step, outside_cause, outside_step
+from commlens.diagnosis.words.next_steps import outside_cause, outside_step
 from commlens.matching.errors import SYSTEM_REASON, known_error
 from commlens.model.cause import OF_THE_STORE, JobEnding, LogReport, ToldByLogs, UnplacedTimeout
 from commlens.model.ranklog import CAUSED_BY

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.words.next_steps import known_step, peer_step
+from commlens.diagnosis.words.error_steps import known_step, peer_step
 
 
 def test_the_step_names_the_address_and_the_number_that_the_error_tells() -> None:
