@@ -114,8 +114,8 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     if recomputed is not None:
         departures: Departures = {recomputed.rank: (ops[recomputed.rank], None)}
         decision = Decision((recomputed.rank,), "recomputation")
-    elif _has_order_of_threads(ops.values(), context):
-        departures, decision = {}, Decision((), "undecided")
+    elif _has_order_of_threads(context, ops.values()):
+        departures, decision = {}, UNDECIDED
     else:
         departures, decision = _departures(context, waits, ranks)
         if not departures:
@@ -161,6 +161,19 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
 
 
 # --- which rank left an order
+
+
+def _has_order_of_threads(context: Context, ops: Iterable[Collective]) -> bool:
+    """Return whether several threads of Python on a rank issue the collectives in which ranks wait.
+    The order between threads is no routine; a thread of autograd has its caller's order.
+    """
+    keys = _channels(ops)
+    for view in context.job.views.values():
+        of_python = {stack.thread for stack in view.log.stacks} - {view.main_thread}
+        issuing = {view.tracks[key].thread for key in keys if key in view.tracks}
+        if issuing & of_python and len(issuing) > 1:
+            return True
+    return False
 
 
 def _departures(
@@ -270,19 +283,6 @@ def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
     if not others <= job.views.keys() or come_to != {op.sequence_number - 1}:
         return False
     return usual is not None and (usual.op, usual.channel.key) == (op.op, op.channel.key)
-
-
-def _has_order_of_threads(ops: Iterable[Collective], context: Context) -> bool:
-    """Return whether several threads of Python on a rank issue the collectives in which ranks wait.
-    The order between threads is no routine; a thread of autograd has its caller's order.
-    """
-    keys = {op.channel.key for op in ops if not (op.is_point_to_point or op.is_store_wait)}
-    for view in context.job.views.values():
-        of_python = {stack.thread for stack in view.log.stacks} - {view.main_thread}
-        issuing = {view.tracks[key].thread for key in keys if key in view.tracks}
-        if issuing & of_python and len(issuing) > 1:
-            return True
-    return False
 
 
 def locks_of(context: Context, case: CycleCase) -> list[tuple[int, ThreadStack]]:
