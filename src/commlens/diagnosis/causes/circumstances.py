@@ -417,6 +417,9 @@ def _chance(
 ) -> float:
     """Return the probability that as many ranks as the bad ones, drawn at random, are exactly the
     ranks of one place of this kind. If no host has both good and bad ranks, hosts are drawn.
+
+    Of 32 ranks on 4 hosts of 8 GPUs, the 4 ranks on rail 3 are bad: of the 35,960 sets of 4 ranks,
+    8 are a rail, so the chance is 0.0002.
     """
     affected = set(bad)
     hosts: dict[str, set[bool]] = defaultdict(set)  # host: whether its ranks are affected

@@ -35,7 +35,9 @@ from commlens.model.store_identity import parse_address
 _GROUPS_MAX = 4096  # of one process, whose names are tried
 
 _Calls = dict[tuple[int, str, int], dict[int, Collective]]
-"""The calls that make groups: incarnation, op and number -> rank -> call."""
+"""The calls that make groups: by incarnation, op and number, and then by rank. ``new_group #2`` of
+rank 3, in the first default group, is ``calls[0, "new_group", 2][3]``.
+"""
 
 
 def find_groups_that_differ(context: Context) -> None:

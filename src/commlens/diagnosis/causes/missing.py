@@ -144,7 +144,8 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
     activities = {node: _doing(context, node) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
-    # receives from any source whose message one of these ranks may still send
+    # receives from any source whose message a working rank may still send: then no other rank is
+    # missing there
     may_be_served = {
         id(edge.op)
         for node in may_arrive
@@ -192,6 +193,7 @@ def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -
     absent = [node for node, _ in members]
     edges = context.graph.edges_into_all(absent)
     edge = most_waited(edges)
+    # a receive from any source is one wait, with an edge to each rank that may send
     same: list[Edge] = []
     elsewhere: list[Edge] = []
     for other in edges:

@@ -150,8 +150,8 @@ def _in_flight(op: Collective, log: RankLog) -> list[Any]:
 
 
 def _record(op: Collective, log: RankLog) -> list[Any]:
-    """Return the part of a record that all ranks in the same state share: roots and peers by their
-    place in the group.
+    """Return the part of a record that all ranks in the same state share: the root by its place in
+    the group, the peer by its distance, as in a ring.
     """
     group, args = op.channel.group.all_ranks, op.args
     own = group.index(log.rank) if log.rank in group else -1

@@ -92,14 +92,7 @@ class Position(msgspec.Struct, frozen=True):
     job: JobTraits = JobTraits()
 
 
-class _PositionChange(NamedTuple):
-    """The change of a rank's position, and its sentence without the subject: for one rank, and for
-    several.
-    """
-
-    kind: MovementKind
-    singular: str
-    plural: str
+# --- where a rank is in one dump
 
 
 def shows_position(rows: RankColumns) -> bool:
@@ -150,6 +143,9 @@ def _traits(rows: RankColumns) -> JobTraits:
     )
 
 
+# --- whether two dumps are of one job
+
+
 def other_job(before: Iterable[Position], after: Iterable[Position]) -> str:
     """Return in a clause why two dumps are not of one job; empty if they may be."""
     first, second = {one.rank: one.job for one in before}, {one.rank: one.job for one in after}
@@ -186,6 +182,9 @@ def _other_rank(rank: int, old: JobTraits, new: JobTraits) -> str:
     return ""
 
 
+# --- from one dump to the other
+
+
 def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> Movement:
     """Return the ranks' progress from one dump to the other. Ranks with the same change share a
     sentence.
@@ -214,6 +213,16 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     movement.apart_s = _seconds_apart(first, second)
     movement.answer = _answer(movement, sorted(first.keys() & second.keys()))
     return movement
+
+
+class _PositionChange(NamedTuple):
+    """The change of a rank's position, and its sentence without the subject: for one rank, and for
+    several.
+    """
+
+    kind: MovementKind
+    singular: str
+    plural: str
 
 
 def _change(old: Position | None, new: Position | None) -> _PositionChange:

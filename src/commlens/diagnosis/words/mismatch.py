@@ -402,10 +402,14 @@ def _aspect_summary(case: MismatchCase, answer: Disagree) -> str:
     )
 
 
+def _and_so_on(matches: int) -> str:
+    return f", and so on for {count(matches, 'collective')}" if matches > 1 else ""
+
+
 def _shifted(case: MismatchCase, shift: Shift) -> str:
     """Return how a rank's collectives match earlier or later ones of the others."""
     number, subject, own = case.mismatch.number, ranks_phrase(case.suspects), case.paths[0].phrase
-    so_on = f", and so on for {count(shift.matches, 'collective')}" if shift.matches > 1 else ""
+    so_on = _and_so_on(shift.matches)
     if case.mismatch.tie:
         other = rank_phrase(next(rank for rank in case.suspects if rank != shift.rank))
         times = count(shift.by, "collective")
