@@ -1,8 +1,15 @@
-"""Compares what the ranks issue under the same sequence number: equal signatures cost one look-up,
-and memory stays bounded.
+"""Compares what the ranks of this node issue under the same sequence number of a channel.
 
-Each sequence number of a channel is compared with the first rank that reached it.
-:mod:`commlens.matching` decides about signatures that differ, once for each pair of them.
+Each rank's call is compared with that of the first rank that reached the number. Equal signatures
+cost one look-up; :mod:`commlens.matching` decides about signatures that differ, once for each pair
+of them. Two signs of a fault come out as a :class:`Discrepancy`:
+
+* Signatures disagree: rank 0 calls ``all_reduce`` as #57 and rank 1 ``broadcast``, or with another
+  shape.
+* Signatures agree, but two source lines meet under one number that have never met before, long
+  after the first calls: a rank may have left out a call, and be one call ahead ever since.
+
+Memory stays bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from commlens.watch.mismatches.signatures import (
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
 
-# sequence numbers of a channel after which a new pair of source lines is suspicious
+# calls on a channel before a new pair of source lines is suspicious: the first ones are all new
 SETTLED: Final = 16
 PAIRS_CACHE_SIZE: Final = 1024  # pairs of source lines of a channel
 
@@ -77,14 +84,15 @@ class SignatureComparison:
         """Collectives and messages that were not compared, because a rank was too far behind."""
         self.discrepancies: list[Discrepancy] = []  # not collected yet
         stack_ids = itertools.count(1)
-        # ids of stacks
         self.stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
+        """The id of each stack, by its bytes."""
         # channels on which ranks receive from any source: which send they receive is unknown
         self.any_source: set[tuple[ChannelKey, int]] = set()
         self._channels: dict[tuple[ChannelKey, int], ChannelProgress] = {}
         self._messages: dict[tuple[ChannelKey, int, int, int], Messages] = {}
-        self._answers: dict[tuple[object, ...], Answer] = {}
-        self._reported: set[tuple[object, ...]] = set()
+        self._answers: dict[tuple[object, ...], Answer] = {}  # of signatures that were compared
+        # the discrepancies that were found: channel, aspect, the values that differ
+        self._found: set[tuple[object, ...]] = set()
 
     # --- what a record reader asks for
 
@@ -173,7 +181,9 @@ class SignatureComparison:
     def _compare_with_first(
         self, progress: ChannelProgress, number: int, rank: int, issue: Issue
     ) -> None:
-        """Compare a rank's call with the first rank's, which is known to differ from it."""
+        """Compare a rank's call with the first rank's, which is known to differ from it: in the
+        signature, the source lines or the step.
+        """
         (first, first_stack, first_step), first_rank = progress.first_issue[number]
         signature, stack, step = issue
         if signature != first and signature and first:
@@ -183,8 +193,14 @@ class SignatureComparison:
             if self._compare(progress, number, issued, values, by_rank=by_rank):
                 return
         pair = (first_stack, stack, step - first_step)
-        if not (stack and first_stack) or pair in progress.seen_pairs:
-            return
+        if stack and first_stack and pair not in progress.seen_pairs:
+            self._add_pair(progress, number, pair)
+
+    def _add_pair(self, progress: ChannelProgress, number: int, pair: tuple[int, int, int]) -> None:
+        """Add two stacks, with the difference of their steps, that meet for the first time under
+        the same number. That is suspicious once the channel's calls have settled, unless several
+        threads issue them in any order.
+        """
         is_settled = number - progress.begin >= SETTLED
         if is_settled and not progress.order_suspected and not progress.is_concurrent:
             progress.order_suspected = True
@@ -208,11 +224,13 @@ class SignatureComparison:
             progress: of the calls.
             number: their sequence number.
             issued: the signature of each rank.
-            values: of several discrepancies with the same values, the first is kept.
-            by_rank: whether it matters which rank issued which signature, since ranks may differ.
+            values: what identifies this discrepancy on the channel; of several with the same
+                values, the first is kept.
+            by_rank: whether it matters which rank issued which signature: in ``all_to_all``, the
+                ranks' splits differ and must fit together.
         """
         parts = {rank: self.signatures.parts(signature) for rank, signature in issued.items()}
-        if not all(parts.values()):
+        if not all(parts.values()):  # unreadable, or forgotten
             return False
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
         channel = progress.channel
@@ -245,8 +263,8 @@ class SignatureComparison:
         key = progress.channel.key
         self.disagreement_counts[(key, answer.aspect)] += 1
         distinct = (key, answer.aspect, *values)
-        if distinct not in self._reported and len(self._reported) <= CACHE_SIZE:
-            self._reported.add(distinct)
+        if distinct not in self._found and len(self._found) <= CACHE_SIZE:
+            self._found.add(distinct)
             self.discrepancies.append(
                 Discrepancy(progress, number, answer.aspect, answer, progress.last_message)
             )

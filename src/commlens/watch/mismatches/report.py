@@ -1,5 +1,9 @@
-"""Reports each disagreement that deferred verification finds once, and how often it happened when
-the job ends.
+"""Turns the discrepancies that deferred verification finds into verdicts: one for each
+disagreement, and at the end of the job a line on how often it happened.
+
+A discrepancy only says under which sequence number two ranks differ. The verdict needs the ranks'
+records, with their source lines, and waits until these are final: until all ranks of this node have
+reached the number, the collective has ended, and its reduce op is recorded, a second at most.
 """
 
 from __future__ import annotations
@@ -42,15 +46,17 @@ Key = tuple[str, tuple[int, ...], str, tuple[int, ...]]
 
 
 class OutOfStepCheck:
-    """When to check for ranks out of step, and which findings count: a rank must be out of step in
-    two checks.
+    """When to check for ranks out of step, and which findings count.
+
+    A suspicion is checked after 0.5, 1, 2 and 4 s, until a check finds a rank; a second check must
+    then find it again. After the last check, no suspicion counts for a while.
     """
 
     def __init__(self) -> None:
-        self._due = 0.0
-        self._checks = 0
+        self._due = 0.0  # CLOCK_MONOTONIC, seconds
+        self._checks = 0  # of the whole job
         self._tries = 0  # checks of the current suspicion, counting the next one; 0: there is none
-        self._seen: set[Key] = set()
+        self._seen: set[Key] = set()  # findings of the last check
 
     def is_due(self, now: float) -> bool:
         """Return whether to check now. The first suspicion only sets the time: later records must
@@ -110,15 +116,15 @@ class MismatchReporter:
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
         self.held: list[HeldVerdict] = []
-        self._found_here = 0
-        self._due = 0.0
-        # with where it was first seen
+        self._found_here = 0  # disagreements that this node has reported to the others
+        self._due = 0.0  # of the next poll, CLOCK_MONOTONIC, seconds
+        # the disagreements that have a verdict, each with the collective where it was first seen
         self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}
-        self._examined = 0
-        # disagreements between nodes, about which a later look may show more
+        self._examined = 0  # how often the records were read because of discrepancies of this node
+        # when disagreements between nodes were first seen whose records are not final
         self._unsettled_since: dict[Key, float] = {}
         self._out_of_step = OutOfStepCheck()
-        self._counted: set[tuple[ChannelKey, str]] = set()
+        self._counted: set[tuple[ChannelKey, str]] = set()  # named in a line at the end
 
     def pause_s(self, now: float) -> float:
         """Return how long until the next poll."""
@@ -140,22 +146,17 @@ class MismatchReporter:
         if not waiting:
             return []
         ended = [member for member in self._roster.current() if not member.alive]
-        complete = self._complete(now if ended else now - OTHER_RANKS_WITHIN_S)
+        # once a rank has ended, the others may never come
+        seen_until = now if ended else now - OTHER_RANKS_WITHIN_S
+        complete = _complete(waiting, seen_until)
         verdicts: list[tuple[Verdict, bool]] = []
         if complete:
             verification.discrepancies = [each for each in waiting if each not in complete]
             died = any(member.ended_well is not True for member in ended)
+            # after a death, no record becomes final any more
             found = self._examine(complete, math.inf if died else now)
             verdicts = [(verdict, True) for verdict in found]
         return verdicts + [(verdict, False) for verdict in self._examine_shifts(now)]
-
-    def _complete(self, seen_until: float) -> list[Discrepancy]:
-        """Return disagreements that all ranks here have reached, or seen by ``seen_until``."""
-        return [
-            each
-            for each in self.verification.discrepancies
-            if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
-        ]
 
     def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
         """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll`
@@ -191,15 +192,15 @@ class MismatchReporter:
         return bool(verdict.findings) and self._is_reported(_key(verdict.findings[0]))
 
     def _is_reported(self, key: Key) -> bool:
-        """Compare with what was reported. Later, when the odd rank can no longer be singled out,
-        more culprits are named, or none.
+        """Return whether a disagreement was reported. Later, when the odd rank can no longer be
+        singled out, a finding on the same one names more culprits, or none.
         """
-        kind, culprits, *where = key
+        kind, culprits, *group = key
         return any(
-            kind == known[0]
-            and where == [*known[2:]]
-            and (not culprits or set(known[1]) <= set(culprits))
-            for known in self._reported
+            kind == known_kind
+            and group == known_group
+            and (not culprits or set(known_culprits) <= set(culprits))
+            for known_kind, known_culprits, *known_group in self._reported
         )
 
     def final_lines(self) -> list[str]:
@@ -232,7 +233,7 @@ class MismatchReporter:
         not final is looked at again in the next poll.
 
         Args:
-            about: discrepancies of this node; empty: what nodes issued differs.
+            about: discrepancies of this node; empty: ranks of different nodes seem to disagree.
             now: CLOCK_MONOTONIC, seconds.
         """
         logs, found = self._find_disagreements(here=bool(about))
@@ -335,6 +336,15 @@ class MismatchReporter:
             )
             verdicts += self._add(finding, shifts[0], logs)
         return verdicts
+
+
+def _complete(found: Sequence[Discrepancy], seen_until: float) -> list[Discrepancy]:
+    """Return the disagreements that all ranks here have reached, or seen by ``seen_until``."""
+    return [
+        each
+        for each in found
+        if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
+    ]
 
 
 def _key(finding: Finding) -> Key:
