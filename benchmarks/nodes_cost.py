@@ -41,6 +41,7 @@ from commlens.diagnosis.fold.alike import RECORDS as RECORDS_ALIKE
 from commlens.diagnosis.fold.alike import counts_for_all, state_key
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.watch.evidence import WAITERS_ASKED
 from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
 from commlens.watch.nodes import exchange as meeting
@@ -60,7 +61,6 @@ from commlens.watch.nodes.remote_evidence import (
 )
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.status_answers import QUESTION
-from commlens.watch.reporting import WAITERS_ASKED
 from commlens.watch.snapshot import one_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit" / "support"))

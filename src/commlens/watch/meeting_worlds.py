@@ -1,13 +1,23 @@
-"""The worlds on other nodes that share a group made by hand with this one. The nodes that report
-for them meet in the group's own store, or in a folder, as the nodes of one job do: one world
-reports, with the evidence of all.
+"""The exchange between worlds on different nodes that share a group made by hand, as a trainer and
+an inference engine do that pass weights on.
 
-A world whose processes hold all members of its groups, with the other worlds on this node, meets
+A *world* is the ranks of one default group. A group made by hand (``ProcessGroupNCCL(store, ...)``)
+may have members of several worlds. The node that reports for a world meets those of the other
+worlds in the group's own store, or in a folder, by the protocol that the nodes of one job use
+(:mod:`commlens.watch.nodes.exchange`): one world reports, with the evidence of all. A world that
+uses several stores takes part in several exchanges.
+
+A world whose processes, with the other worlds on this node, hold all members of its groups meets
 nobody.
+
+In an exchange, a world has one *rank* by which the others know it, as a node has its ranks: the
+lowest reports. It holds the world's name, a hash, and in the bits above how few exchanges the world
+takes part in: the world that takes part in the most sees most, so it reports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -38,7 +48,7 @@ LOOK_S: Final = 3.0  # between two looks for new groups
 DEFER_S: Final = 8.0
 """For so long, a world leaves its own verdict to the world that reports."""
 _GATHER_S: Final = 6.0
-_MEMBERS_S: Final = 30.0  # between two exchanges of who the worlds' processes are
+_MEMBERS_S: Final = 30.0  # between two messages on which processes a world has
 _EXCHANGES_MAX: Final = 4  # each has a thread; programs that make groups anew use few stores
 _GROUPS_MAX: Final = 16  # the newest ones of a node
 _NAME_BITS: Final = 48
@@ -63,40 +73,44 @@ class _Exchange(Nodes):
     def __init__(self, host: str, wake: Callable[[], None], look: Callable[[int], bytes]) -> None:
         super().__init__(host, wake, look=look)
         self.members: dict[int, bytes] = {}
-        """By slot: what each world has told of its processes while it was in sight."""
-        self._told_of: Sequence[ByHand] = ()
-        self._looking: tuple[Sequence[ByHand], InBackground[bytes]] | None = None
-        self._members_at = 0.0  # time.monotonic() of the last exchange of these
+        """The packed logs of each world, with one record of each rank, by slot: they say which
+        processes it has if it is out of sight later.
+        """
+        self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its own
+        self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None  # for groups
+        self._members_at = 0.0  # time.monotonic() at which these were due last
 
     def _exchange(self, client: Client, slot: int) -> None:
-        """Also tell the others who the processes of this world are, before the place may end."""
+        """Also send which processes this world has, and read that of others, while the place to
+        meet lasts.
+        """
         super()._exchange(client, slot)
         others, now = [beat.slot for beat in self.others], time.monotonic()
         is_due = now - self._members_at >= _MEMBERS_S
-        if others and self._told_of != self.groups and (is_due or not self._told_of):
-            self._tell_members(client, slot)
+        if others and self._sent_for != self.groups and (is_due or not self._sent_for):
+            self._send_members(client, slot)
         self._members_at = now if is_due else self._members_at
         wanted = [other for other in others if is_due or other not in self.members]
         self.members |= stored(client, "members", wanted)
 
-    def _tell_members(self, client: Client, slot: int) -> None:
+    def _send_members(self, client: Client, slot: int) -> None:
         """Look at the processes of this world in a thread, and send the result in a later exchange:
         a look may take seconds, and a world that sends nothing for so long counts as lost.
         """
-        if self._looking is None:
+        if self._packing is None:
             run = InBackground(functools.partial(self._look, 1), lambda _: b"")
-            self._looking = self.groups, run
-        groups, looking = self._looking
-        content = looking.wait()
+            self._packing = self.groups, run
+        groups, packing = self._packing
+        content = packing.wait()
         if content is None:
             return
         if content:
             client.set(key("members", slot), content)
-        self._told_of, self._looking = groups, None
+        self._sent_for, self._packing = groups, None
 
     def lost_worlds(self, answered: Collection[int]) -> tuple[list[list[RankLog]], list[str]]:
         """Return the logs of the worlds that were in sight until the place ended and have left no
-        evidence, which tell only who their processes are, and a sentence on each.
+        evidence, which say only which processes they have, and a sentence on each.
 
         Args:
             answered: the names of the worlds that have answered in another place.
@@ -109,12 +123,12 @@ class _Exchange(Nodes):
             for beat in lost.beats
             if beat.slot not in self.answers and not has_name(beat, answered)
         ]
-        known = [
-            (self.members[beat.slot], beat.host) for beat in beats if beat.slot in self.members
+        logs = [
+            unpack_world(self.members[beat.slot], beat.host)[0]
+            for beat in beats
+            if beat.slot in self.members
         ]
-        return [unpack_world(*each)[0] for each in known], [
-            _out_of_sight(lost.place, beat) for beat in beats
-        ]
+        return logs, [_out_of_sight(lost.place, beat) for beat in beats]
 
     def gather_worlds(
         self, asked: Sequence[Beat], timeout_s: float
@@ -135,24 +149,9 @@ class _Exchange(Nodes):
         return super()._period_s() * (1.0 if self._gathering else _SLOWER)
 
 
-def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> dict[int, WorldLogs]:
-    """Return the logs of worlds without those that have left and whose place another one has taken:
-    their program was started again.
-
-    Args:
-        found: the logs of each world, and what could not be read, by slot.
-        live: the slots of those that have not left.
-    """
-    taken = {made[:2] for slot, (logs, _) in found.items() if slot in live for made in _made(logs)}
-    return {
-        slot: (logs, unread)
-        for slot, (logs, unread) in found.items()
-        if slot in live or taken.isdisjoint(made[:2] for made in _made(logs))
-    }
-
-
 class MeetingWorlds:
-    """The other worlds. All is called from the watcher's thread.
+    """This world's part in all its exchanges with other worlds. All is called from the watcher's
+    thread.
 
     Args:
         host: this machine's name.
@@ -171,16 +170,17 @@ class MeetingWorlds:
         folders: Sequence[Path],
         look: Callable[[int], bytes] = lambda _: b"",
     ) -> None:
-        self.told_by = ""
+        self.reported_by = ""
         """The host whose world has reported the present fault of this one, too; empty: none."""
         self.out_of_sight: set[tuple[str, int, int]] = set()
-        """The readings of processes among those gathered last of which only the names count."""
+        """The readings among those gathered last that say only which processes a world had."""
         self._host, self._wake, self._where = host, wake, where
         self._folders, self._look = folders, look
-        self._siblings = OtherWorlds(None, newest=1)
+        self._worlds_here = OtherWorlds(observes=False, newest=1)
         self._groups: list[ByHand] = []
-        self._look_at = 0.0  # time.monotonic()
+        self._look_at = 0.0  # time.monotonic() of the next look for groups
         self._exchanges: dict[Place, _Exchange] = {}
+        # time.monotonic() until which checks are left to the world that reports, by is_early
         self._deferred: dict[bool, float] = {}
         self._name = name_of(host, folders[0])
 
@@ -196,14 +196,14 @@ class MeetingWorlds:
         self._look_at = now + LOOK_S
         logs = _newest(members)
         if any(_made(logs)):
-            others = self._siblings.logs(logs, self._folders).values()
+            others = self._worlds_here.logs(logs, self._folders).values()
             self._groups = by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
         return self._groups
 
     def meet(
         self, members: Sequence[Member], waiting: list[OpenWait], groups: Iterable[ByHand]
     ) -> None:
-        """Tell the other worlds about this one.
+        """Describe this world to the others, wherever members of its groups are out of sight.
 
         Args:
             members: this node's ranks.
@@ -216,25 +216,26 @@ class MeetingWorlds:
             self._exchanges[place] = _Exchange(self._host, self._wake, self._look)
         for place in self._exchanges.keys() - {*wanted}:  # all members are in sight now
             self._exchanges.pop(place).leave()
-        # the world that meets others in the most places sees most, and reports
         rank = (_EXCHANGES_MAX - len(self._exchanges)) << _NAME_BITS | self._name
         for exchange in self._exchanges.values():
             exchange.groups = self._groups
-            exchange.tell(members, waiting, [rank])
+            exchange.update_waits(members, waiting, [rank])
         for place in new:
             self._exchanges[place].begin([place])
 
     def part(self, evidence: Callable[[], bytes] | None = None) -> None:
-        """Part from the others, which no longer wait for this world, but have its last evidence."""
+        """Leave all exchanges: the others no longer wait for this world, but have its last
+        evidence.
+        """
         once = functools.cache(evidence) if evidence is not None else None
         while self._exchanges:
             self._exchanges.popitem()[1].leave(once)
-        self.told_by = ""
+        self.reported_by = ""
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
-        """Part from the others, and forget the groups of this world."""
+        """Leave all exchanges, and forget the groups of this world."""
         self.part(evidence)
-        self._siblings.close()
+        self._worlds_here.close()
         self._groups, self._look_at = [], 0.0
 
     @property
@@ -257,7 +258,8 @@ class MeetingWorlds:
         return [wait for each in self._exchanges.values() for wait in each.waits(now_ns)]
 
     def defer(self, *, is_early: bool) -> bool:
-        """Return whether to leave a check to the world that reports.
+        """Leave a check to the world that reports, for ``DEFER_S`` at most or once it has reported.
+        Returns whether it is left.
 
         Args:
             is_early: the check comes before the stall timeout.
@@ -265,11 +267,11 @@ class MeetingWorlds:
         if self.reporter is None:
             return False
         now = time.monotonic()
-        return bool(self.told_by) or now < self._deferred.setdefault(is_early, now + DEFER_S)
+        return bool(self.reported_by) or now < self._deferred.setdefault(is_early, now + DEFER_S)
 
     def end_stall(self) -> None:
         """Note that no rank waits for long any more."""
-        self._deferred, self.told_by = {}, ""
+        self._deferred, self.reported_by = {}, ""
 
     # --- deaths
 
@@ -302,16 +304,16 @@ class MeetingWorlds:
         """
         if self.reporter is not None:
             return [], []
-        logs, problems = [], []
-        answered: set[int] = set()  # the names of the worlds that did
+        logs: list[list[RankLog]] = []
+        problems: list[str] = []
+        answered: set[int] = set()  # the names of the worlds that answered
         self.out_of_sight = set()
         asked = {each: each.begin_gather() for each in self._exchanges.values()}
         end = time.monotonic() + _GATHER_S
         for exchange, beats in asked.items():
             found, silent = exchange.gather_worlds(beats, max(0.0, end - time.monotonic()))
-            for of_world, unread in found.values():
-                logs.append(of_world)
-                problems += unread
+            logs += [of_world for of_world, _ in found.values()]
+            problems += chain.from_iterable(unread for _, unread in found.values())
             if silent:
                 hosts = ", ".join(sorted({beat.host for beat in silent}))
                 problems.append(
@@ -347,8 +349,8 @@ class MeetingWorlds:
         Args:
             text: the line.
             kind: of the verdict.
-            is_complete: all members of the groups are known. If not, only worlds that meet no
-                others print the line: those that do may know more.
+            is_complete: all members of the groups are known. If not, worlds that take part in
+                exchanges without this world do not print the line: they may know more.
         """
         met = Counter(
             rank
@@ -371,14 +373,34 @@ class MeetingWorlds:
         return [news for each in self._exchanges.values() for news in each.take_news()]
 
 
+def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> dict[int, WorldLogs]:
+    """Return the logs of worlds without those that have left and whose place in a group another one
+    has taken: their program was started again.
+
+    Args:
+        found: the logs of each world, and what could not be read, by slot.
+        live: the slots of those that have not left.
+    """
+    places = {
+        slot: {(made.identity, made.member) for made in _made(logs)}
+        for slot, (logs, _) in found.items()
+    }
+    taken = {place for slot in places.keys() & live for place in places[slot]}
+    return {
+        slot: world
+        for slot, world in found.items()
+        if slot in live or taken.isdisjoint(places[slot])
+    }
+
+
 def name_of(host: str, folder: Path) -> int:
-    """Return the number by which other worlds know the one with this folder of black boxes."""
+    """Return the name of the world with this folder of black boxes."""
     digest = hashlib.sha256(f"{host} {folder}".encode()).hexdigest()
     return int(digest, 16) % (1 << _NAME_BITS)
 
 
 def has_name(beat: Beat, names: Collection[int]) -> bool:
-    """Return whether a value is of a world with one of these names."""
+    """Return whether a beat is of a world with one of these names."""
     return not _names(beat).isdisjoint(names)
 
 
@@ -396,7 +418,7 @@ def _out_of_sight(place: Place, last: Beat) -> str:
 
 
 def _places_of(rank: int) -> int:
-    """Return in how many places the world with this rank meets others."""
+    """Return in how many exchanges the world with this rank takes part."""
     return _EXCHANGES_MAX - (rank >> _NAME_BITS)
 
 
@@ -404,18 +426,16 @@ def _newest(members: Sequence[Member]) -> list[RankLog]:
     """Return the logs of members with what they set up, and few records."""
     logs = []
     for member in members:
-        try:
+        with contextlib.suppress(FormatError):
             logs += [member.box.log(newest=1)] if member.box is not None else []
-        except FormatError:
-            continue
     return logs
 
 
 class _Made(NamedTuple):
-    """A group made by hand, as one of its members tells it."""
+    """A group made by hand, as the log of one of its members records it."""
 
-    identity: StoreIdentity
-    member: int
+    identity: StoreIdentity  # the same for all members
+    member: int  # its number in the group
     at_ns: int  # Unix ns
 
 

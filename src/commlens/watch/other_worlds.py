@@ -1,5 +1,8 @@
-"""The logs of other jobs on this node that share a group with the watched one: programs with
-default groups of their own, which meet in groups made by hand.
+"""The logs of other jobs on this node that share a group made by hand with the watched one: jobs
+with a default group of their own (*worlds*), such as an inference engine beside a trainer.
+
+:func:`with_other_worlds` joins them to one job, in which ranks become numbers of processes: of a
+trainer with 4 ranks and an engine with 2, the engine's rank 1 may have number 5.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from commlens.watch.snapshot import observe, read_logs
 from commlens.watch.strangers import near_processes
 
 _OBSERVED_S: Final = 0.5
-_AGAIN_S: Final = 5.0
+_AGAIN_S: Final = 5.0  # between two looks at a job that shares no group
 _ENDED_S: Final = 30.0
-"""This job does not wait for one that ended longer ago."""
+"""No rank waits for a job that ended longer ago."""
 
 
 def reading_of(log: RankLog) -> tuple[str, int, int]:
-    """Return what identifies the reading of a box, which keeps it when ranks become numbers. Hosts
-    and pids alone do not: containers of one host may have those of one another.
+    """Return what identifies a log although its rank becomes a number: host, pid and the moment of
+    reading. The first two alone do not: containers of one host may have the same pids.
     """
     return log.host, log.pid, log.captured_ns
 
@@ -114,23 +117,26 @@ def logs_of_other_worlds(
     another job, by the job's folder. Without such a group, nothing is read. The arguments are those
     of :func:`with_other_worlds`.
     """
-    with contextlib.closing(OtherWorlds(_OBSERVED_S)) as others:
+    with contextlib.closing(OtherWorlds(window_s=_OBSERVED_S)) as others:
         return others.logs(logs, folders)
 
 
 class OtherWorlds:
-    """The jobs on this node that share a group made by hand with a watched one, look by look.
+    """The jobs on this node that share a group made by hand with a watched one, look by look. A job
+    that shares none is looked at again only after some seconds.
 
     Args:
-        observed_s: for how long to observe their processes in each look, and to wait for a stack.
-            If 0, each box is read once a look, and processes are observed from one look to the
-            next; jobs that are not joined are looked at again only after some seconds. If None,
-            also like that, and only boxes are read: to observe processes costs more.
+        window_s: for how long to observe the processes of the joined jobs in each look; 0: from one
+            look to the next.
+        observes: whether to observe processes at all, which costs more than to read boxes.
         newest: of how many records of each rank to read; None: all.
     """
 
-    def __init__(self, observed_s: float | None = 0.0, newest: int | None = None) -> None:
-        self._observed_s = observed_s
+    def __init__(
+        self, *, window_s: float = 0.0, observes: bool = True, newest: int | None = None
+    ) -> None:
+        self._window_s = window_s
+        self._observes = observes
         self._newest = newest
         self._apart: dict[Path, float] = {}  # when a job was found not to be joined
         self._known: dict[Path, tuple[Roster, Observer]] = {}
@@ -139,7 +145,7 @@ class OtherWorlds:
         """Return the logs of each job that is joined with this one, by the job's folder."""
         if not identities(logs):
             return {}
-        own, now = Path(), time.monotonic()
+        own, now = Path(), time.monotonic()  # no job's folder stands for the watched job
         others = {
             other: self._read(other)
             for folder in folders
@@ -154,7 +160,7 @@ class OtherWorlds:
         self._forget(self._known.keys() - joined)
         self._apart |= dict.fromkeys(others.keys() - joined, now)
         return {
-            other: self._read(other, self._observed_s) if self._observed_s else others[other]
+            other: self._read(other, self._window_s) if self._window_s else others[other]
             for other in sorted(joined)
         }
 
@@ -162,16 +168,16 @@ class OtherWorlds:
         """Close all boxes."""
         self._forget({*self._known})
 
-    def _read(self, job: Path, observed_s: float = 0.0) -> list[RankLog]:
+    def _read(self, job: Path, window_s: float = 0.0) -> list[RankLog]:
         if job not in self._known:
             self._known[job] = Roster([job]), Observer()
         roster, observer = self._known[job]
         seen: dict[int, Observation] = {}
-        if self._observed_s is None:
+        if self._observes:
+            seen = observe(roster, observer, window_s=window_s, wait_s=window_s)
+        else:
             roster.refresh()
             roster.read_headers()
-        else:
-            seen = observe(roster, observer, window_s=observed_s, wait_s=observed_s)
         return read_logs(roster.current(), seen, newest=self._newest)[0]
 
     def _forget(self, jobs: Collection[Path]) -> None:

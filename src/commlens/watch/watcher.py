@@ -1,11 +1,15 @@
 """The watcher of one job on this node: notices a stall, a death and the end, and reports what is
 wrong.
 
-Polling costs one read of 4 KiB per rank, two to six times a second, and the end of a process wakes
-the watcher at once. New records are compared as they appear
+Two to six times a second, and at once when a process ends, a *tick* reads the header of each rank's
+black box (4 KiB) and looks, in this order, for ranks that ended, news of other nodes, tensors that
+differ, a death that is due, and a stall. Between ticks, new records are compared
 (:mod:`commlens.watch.mismatches.deferred_verification`). Samples of ``/proc``, whole boxes and the
 diagnosis are only needed while a collective has been in flight for suspiciously long, a rank has
 ended, or ranks disagree.
+
+If torchelastic restarts the workers, a new *generation* begins: what is left to report of the
+former workers is reported, and all that was learned of them is dropped.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from commlens.processes.senders import take_sender
 from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
+from commlens.watch.evidence import Evidence
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.meeting_worlds import MeetingWorlds
@@ -49,7 +54,6 @@ from commlens.watch.nodes.states_tree import TREE_ABOVE
 from commlens.watch.other_nodes import pack_world_snapshot
 from commlens.watch.reporting import (
     Diagnose,
-    Evidence,
     Reporter,
     Say,
     lines_at_end,
@@ -129,15 +133,16 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers, early)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_ceiling_s)))
+        host = os.uname().nodename
         self._nodes = Nodes(
-            os.uname().nodename,
+            host,
             self._wake,
             Path(settings.dump_dir),
             lambda records: pack_snapshot(self.folders, records),
             lambda: states_snapshot(self.folders),
         )
         self._worlds = MeetingWorlds(
-            os.uname().nodename,
+            host,
             self._wake,
             settings.meet,
             self.folders,
@@ -175,10 +180,11 @@ class Watcher:
             self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched
         )
         self._lost_store = LostStoreReport()
-        # of this node's ranks, after another node has reported
+        # time.monotonic() at which to save this node's dump, after another node has reported
         self._own_dump_due: float | None = None
-        # the job's fault was reported, or the job was stopped: what follows is a consequence
-        self._over = False
+        # the job's fault was reported, or the job was stopped: what follows is a consequence, and
+        # is not reported
+        self._is_explained = False
 
     # --- from other threads
 
@@ -230,7 +236,7 @@ class Watcher:
                 if now >= due or self._roster.was_woken:
                     self._tick()
                     due = time.monotonic() + self._pause_s()
-                if not self._over:
+                if not self._is_explained:
                     self._look_for_mismatches()
             self._finish()
         except Exception as error:
@@ -269,14 +275,18 @@ class Watcher:
         return min(CALM_POLL_S, max(POLL_S, self.settings.stall_ceiling_s / 12)) if calm else POLL_S
 
     def _on_signals(self, numbers: bytes) -> None:
+        """Explain a stop of the job by signals that the launcher has received: report a hang that
+        it ends, and say who sent them.
+        """
         stops = STOP_NUMBERS.intersection(numbers)
-        if stops and not self._over and self._deaths.first is None:
-            self._over = True
+        if stops and not self._is_explained and self._deaths.first is None:
+            self._is_explained = True
+            # before the diagnosis, which takes a while: the sender may end
             senders = [(number, take_sender(number)) for number in sorted(stops)]
             self._report_before_stop()
-            self._tell_stop(senders)
+            self._say_stop(senders)
 
-    def _tell_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
+    def _say_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
         from commlens.diagnosis.causes.dead import find_stop
         from commlens.diagnosis.words.dead import stopped_line
 
@@ -308,10 +318,10 @@ class Watcher:
         if self._deaths.take_due(
             time.monotonic(),
             self._roster.current(),
-            ending=lambda: any(map(process.is_ending, self._living())),
+            ending=self._is_one_ending,
         ):
             self._report_death()
-        if not self._over and not self._deaths.is_pending:
+        if not self._is_explained and not self._deaths.is_pending:
             self.reporter.say_all(self._strangers.lines_at_start(time.monotonic()))
             self._look_for_stall()
         self._job_abort.kill_late_ranks()
@@ -328,14 +338,11 @@ class Watcher:
             self._roster.read_headers()
             self._add_ended()
             self._close_generation()
-        if self.reporter.verdict is not None and self.reporter.verdict.is_fault:
-            self.reporter.before_restart = self.reporter.verdict.summary
-        if self.reporter.verdict is not None or self.reporter.dump is not None:
-            kept = (
-                f"; the former ones' dump stays in {self.reporter.dump}"
-                if self.reporter.dump is not None
-                else ""
-            )
+        verdict, dump = self.reporter.verdict, self.reporter.dump
+        if verdict is not None and verdict.is_fault:
+            self.reporter.before_restart = verdict.summary
+        if verdict is not None or dump is not None:
+            kept = f"; the former ones' dump stays in {dump}" if dump is not None else ""
             self.reporter.say(f"the workers were restarted{kept}.")
         self._roster.forget(former, remove_boxes=True)
         self._begin_generation()
@@ -347,13 +354,13 @@ class Watcher:
         until = time.monotonic() + 2 * REPORTER_S
         while (
             (self._deaths.first or self._nodes.dead_elsewhere)
-            and not self._over
+            and not self._is_explained
             and time.monotonic() < until
         ):
             self._meet_nodes()  # another one may report it
             self._meet_worlds()
             self._report_death()
-            time.sleep(0 if self._over else POLL_S)
+            time.sleep(0 if self._is_explained else POLL_S)
         if self._own_dump_due is not None:
             self.reporter.save_own_dump()
         with self._comparing():
@@ -371,7 +378,9 @@ class Watcher:
         nodes = self._nodes
         if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
             return
-        if (line := self._lost_store.take_line(nodes, self._roster.current())) and not self._over:
+        if (
+            line := self._lost_store.take_line(nodes, self._roster.current())
+        ) and not self._is_explained:
             self.reporter.say(line)
         if (request := nodes.take_request()) is not None:
             evidence = self.reporter.evidence
@@ -383,26 +392,28 @@ class Watcher:
         if self._own_dump_due is not None and (nodes.dump or time.monotonic() > self._own_dump_due):
             self._own_dump_due = None
             self.reporter.save_own_dump()
-        if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
+        if nodes.dead_elsewhere and nodes.reporter is None and not self._is_explained:
             self._deaths.add_elsewhere(time.monotonic())
 
     def _take_news(self) -> None:
-        """Print what other nodes say, and follow the one that has reported."""
+        """Print what other nodes say. After a verdict of the reporter, drop what this node would
+        have reported itself, and end the ranks if it says so.
+        """
         for host, news in self._nodes.take_news():
             self.reporter.say(_line_of(host, news))
             if news.kind:
                 self._mismatches.held.clear()
-                self._over = self._over or self._deaths.first is not None
+                self._is_explained = self._is_explained or self._deaths.first is not None
                 self._own_dump_due = time.monotonic() + REPORTERS_DUMP_S
             if news.abort and not self._job_abort.has_begun:
-                self._over = True
+                self._is_explained = True
                 self._job_abort.begin()
 
     # --- other worlds
 
     def _meet_worlds(self) -> None:
-        """Tell the worlds on other nodes that share a group with this one about it, answer the one
-        that reports, and print what it reported.
+        """If this node reports for its world, describe the world to those on other nodes that share
+        a group with it, answer the one that reports, and print what it reported.
         """
         worlds, members = self._worlds, self._roster.current()
         groups = worlds.groups(members)
@@ -416,20 +427,22 @@ class Watcher:
         self._observer.store_ports = frozenset({self._nodes.port, *worlds.ports} - {0})
         worlds.answer(self.reporter.evidence.packed_world)
         for host, news in worlds.take_news():
-            self.reporter.tell_all_nodes(_line_of(host, news))
-            worlds.told_by = host
-            self._over = self._over or self._deaths.first is not None
+            self.reporter.say_on_all_nodes(_line_of(host, news))
+            worlds.reported_by = host
+            self._is_explained = self._is_explained or self._deaths.first is not None
             self.reporter.save_dump()
 
     def _leave_death_to_worlds(self, dead: Sequence[Member]) -> bool:
-        """Return whether another world reports why ranks here have died, or has done so."""
+        """Return whether another world reports why ranks here have died, or has done so. Ranks that
+        end by themselves after a hang that it reported only gave up waiting.
+        """
         worlds = self._worlds
         worlds.add_dead([member.rank for member in dead])
         were_killed = any(member.ending is not None and member.ending.signal for member in dead)
-        if worlds.told_by and dead and not were_killed:
-            self._over = True
+        if worlds.reported_by and dead and not were_killed:
+            self._is_explained = True
             ranks = ranks_phrase(member.rank for member in dead)
-            self.reporter.tell(
+            self.reporter.say_for_job(
                 f"{ranks} of this world ended while the job hung; the verdict above stands."
             )
             self.reporter.save_dump()
@@ -443,11 +456,13 @@ class Watcher:
     # --- deaths
 
     def _add_ended(self) -> bool:
-        """Find the ranks that have ended. Returns whether there are any."""
-        ended = self._roster.take_ended()
-        if not ended:
+        """Find the ranks that have ended. Returns whether there are any of the current generation
+        whose end is not explained.
+        """
+        new = self._roster.take_ended()
+        if not new:
             return False
-        for member in ended:
+        for member in new:
             self._observer.ended(
                 member.pid,
                 member.ending or process.ProcessEnding(),
@@ -455,7 +470,7 @@ class Watcher:
                 at_ns=member.ended_ns,
             )
         members, now = self._roster.current(), time.monotonic()
-        ended = [member for member in ended if member in members and not self._over]
+        ended = [member for member in new if member in members and not self._is_explained]
         # A program that never called init_process_group may only have prepared its rank's real one.
         if any(
             member.ended_well is not False and (member.status is None or member.status.initialised)
@@ -485,25 +500,25 @@ class Watcher:
         """
         pids = self._living()
         if self._launched and pids:
-            return not any(map(process.is_ending, pids))
+            return not self._is_one_ending()
         return process.are_running_under_torchrun(pids)
 
     def _report_death(self) -> None:
         members = self._roster.current()
         dead = dead_ranks(members)
-        if self._over or not (dead or self._nodes.dead_elsewhere):
+        if self._is_explained or not (dead or self._nodes.dead_elsewhere):
             return
         earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
         hung = earlier is not None and earlier.is_fault
         if self._deaths.was_job_stopped(members, hung=hung) and not self._nodes.dead_elsewhere:
-            self._over = True
+            self._is_explained = True
             return
         first = self._deaths.first
         if first is not None and first.ending is not None:
             self._observer.ended(first.pid, first.ending).ended_alone = self._deaths.alone
         if self._leave_death_to_others(dead):
             return
-        self._over = True
+        self._is_explained = True
         report_death(
             self.reporter,
             dead,
@@ -554,7 +569,7 @@ class Watcher:
 
     def _report_diverged(self) -> None:
         """Report tensors that ranks must have alike and do not, which rank 0 has found."""
-        verdict = take_handed_over(self.folders) if not self._over else None
+        verdict = take_handed_over(self.folders) if not self._is_explained else None
         if verdict is None:
             return
         former = self.reporter.verdict
@@ -615,7 +630,7 @@ class Watcher:
             logs, *_ = read_logs(list(members), {}, newest=_NEWEST)
             line = end_of_wait(ended.verdict, ended.since_ns, logs, now_ns)
         if line:
-            self.reporter.tell(line)
+            self.reporter.say_for_job(line)
             self.reporter.stands = False
         else:
             self._stalls.stall = ended
@@ -632,15 +647,14 @@ class Watcher:
         few = check.is_early and others > TREE_ABOVE
         verdict = reporter.diagnose_few() if few else reporter.diagnose(stands_still=True)
         self._on_signals(self._roster.wait(0))
-        if self._add_ended() or self._over:
+        if self._add_ended() or self._is_explained:
             return
-        if check.timeout_s and not waits_recorded(reporter.logs, check.timeout_s):
+        logs = reporter.examined.logs
+        if check.timeout_s and not waits_recorded(logs, check.timeout_s):
             return
         rest_s = others / LOOKED_AT_PER_S
         is_new = (
-            self._stalls.add_early(
-                check, verdict, reporter.logs, reporter.evidence.poses, rest_s=rest_s
-            )
+            self._stalls.add_early(check, verdict, logs, reporter.examined.poses, rest_s=rest_s)
             if check.is_early
             else verdict is not None and self._stalls.add_verdict(check, verdict)
         )
@@ -667,9 +681,9 @@ class Watcher:
         elif (
             check.is_early
             and not is_mismatch
-            and self._stalls.add_notice(check, verdict, reporter.logs)
+            and self._stalls.add_notice(check, verdict, reporter.examined.logs)
         ):
-            reporter.tell(long_wait(verdict, reporter.logs))
+            reporter.say_for_job(long_wait(verdict, reporter.examined.logs))
         if check.timeout_s:
             reporter.save_dump(
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"
@@ -684,15 +698,13 @@ class Watcher:
             if isinstance(news, Verdict):
                 self.reporter.report_slow(news)
             elif news.of_this_node:
-                self.reporter.tell_all_nodes(news.text)
+                self.reporter.say_on_all_nodes(news.text)
             else:
                 self.reporter.say(news.text)
 
     def _is_one_ending(self) -> bool:
-        return any(
-            member.alive and member.here and process.is_ending(member.pid)
-            for member in self._roster.current()
-        )
+        """Return whether a rank is being ended, which takes seconds with much memory."""
+        return any(map(process.is_ending, self._living()))
 
     # --- the end
 
@@ -702,7 +714,7 @@ class Watcher:
         """
         if not (self.settings.aborts_on(fault) and self._job_abort.begin_for(fault, verdict)):
             return False
-        self._over = True
+        self._is_explained = True
         return True
 
     def _report_before_stop(self) -> None:
@@ -735,7 +747,7 @@ class Watcher:
         self._close_generation()
         if any(member.alive and member.here and member.box is not None for member in members):
             return  # a rank that outlives its launcher keeps its box
-        if members and not self._over:
+        if members and not self._is_explained:
             self._diagnose_after_end(members)
             self.reporter.say_all(lines_at_end(members))
         # Also those that have been damaged since, which are not recognised any more.

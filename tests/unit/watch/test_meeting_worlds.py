@@ -120,13 +120,13 @@ def test_a_world_that_another_node_of_its_job_reports_for_reads_no_boxes(
     two: tuple[World, World],
 ) -> None:
     first, _ = two
-    first.worlds.told_by = "host7"
+    first.worlds.reported_by = "host7"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(meeting_worlds, "LOOK_S", 3600.0)
         first.worlds._look_at = 0.0
         known = first.worlds.groups([first.member])
         first.worlds.part()
-        assert not first.worlds._exchanges and first.worlds.told_by == ""
+        assert not first.worlds._exchanges and first.worlds.reported_by == ""
         first.member.box = None
         assert first.worlds.groups([first.member]) is known != []
 
@@ -138,11 +138,11 @@ def test_a_world_leaves_its_verdict_to_the_other_for_some_seconds(two: tuple[Wor
     time.sleep(0.35)
     assert not second.worlds.defer(is_early=True)
     assert second.worlds.defer(is_early=False)
-    second.worlds.told_by = first.host
+    second.worlds.reported_by = first.host
     time.sleep(0.35)
     assert second.worlds.defer(is_early=False)
     second.worlds.end_stall()
-    assert second.worlds.told_by == ""
+    assert second.worlds.reported_by == ""
 
 
 def test_a_death_is_left_to_the_world_that_reports_if_it_has_one_too(

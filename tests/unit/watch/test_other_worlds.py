@@ -91,7 +91,7 @@ def test_where_only_boxes_are_needed_no_process_is_observed(
     looks: list[tuple[str, str, Any]], tmp_path: Path
 ) -> None:
     own = [member(0, "trainer", "localhost:1/weights")]
-    assert [*OtherWorlds(None, newest=1).logs(own, [tmp_path / "trainer"])] == [
+    assert [*OtherWorlds(observes=False, newest=1).logs(own, [tmp_path / "trainer"])] == [
         tmp_path / "rollout"
     ]
     assert {what for what, *_ in looks} == {"refresh", "poll", "read", "close"}

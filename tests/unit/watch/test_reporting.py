@@ -1,126 +1,30 @@
-"""What the node that reports asks the others for, of many nodes only the newest records of most
-ranks; and what each node saves.
-"""
+"""What the node that reports prints on which nodes, and what each node saves."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from boxes import busy_box
-from builders import Die, Job, Stay, Step, all_reduce, collective
+from builders import Job, Stay, all_reduce
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import OpenBox
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.fold.alike import NONE_ALIKE, Alike, AlikeRanks
+from commlens.diagnosis.fold.alike import Alike, AlikeRanks
 from commlens.dumps.read import read_evidence
 from commlens.dumps.save import SavedRank, add_node, save_dump
-from commlens.model.collective import (
-    SETUP,
-    Channel,
-    Collective,
-    CollectiveArgs,
-    HandMade,
-    ProcessGroup,
-    State,
-)
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.model.worlds import JobWorld, Worlds
+from commlens.watch.evidence import Collected
 from commlens.watch.nodes.beat import Beat
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.remote_evidence import first_records_of_each
-from commlens.watch.other_worlds import reading_of
-from commlens.watch.reporting import Evidence, Reporter, nodes_to_ask
-
-RANKS, PER_NODE, STEPS = 16, 4, 100
-KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
-NODES = [
-    Beat(slot, f"n{slot}", list(range(slot * PER_NODE, (slot + 1) * PER_NODE)))
-    for slot in range(RANKS // PER_NODE)
-]
-
-
-def simulate(fault: Callable[[Job, int], list[object]]) -> list[RankLog]:
-    """Run data parallel groups of four, with a collective of all ranks every fifth step; rank 13
-    leaves the routine near the end.
-    """
-
-    def program(job: Job, rank: int) -> Iterator[object]:
-        mine = next(group for group in groups if rank in group.ranks)
-        for step in range(STEPS):
-            if rank == 13 and step == STEPS - 2:
-                yield from fault(job, rank)
-            yield collective("all_gather", mine, 10, line=10)
-            yield all_reduce(mine, 100, line=20)
-            if step % 5 == 0:
-                yield all_reduce(job.world, 4, line=30)
-            yield Step()
-
-    job = Job(RANKS)
-    groups = [job.group(f"dp{first}", range(first, RANKS, 4)) for first in range(4)]
-    return job.run(program).logs(after_s=60)
-
-
-def told(verdict: Verdict) -> Verdict:
-    return msgspec.structs.replace(verdict, looked_at="")
-
-
-@pytest.mark.parametrize("world_size", [100, 10_000])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda job, rank: [Stay(57, "load_batch")],
-        lambda job, rank: [KILLED],
-        lambda job, rank: [all_reduce(job.world, 4, line=44)],  # an extra one
-        lambda job, rank: [collective("all_gather", job.world, 9, line=45)],
-    ],
-    ids=["data-loader", "killed", "extra", "another-group"],
-)
-def test_the_verdict_is_that_of_all_records(
-    fault: Callable[[Job, int], list[object]], world_size: int
-) -> None:
-    logs = simulate(fault)
-    first = first_records_of_each(world_size)
-    heads = [msgspec.structs.replace(log, collectives=log.collectives[-first:]) for log in logs]
-    everything = diagnose_logs(logs)
-    assert everything.culprits == [13]
-    asked = nodes_to_ask(diagnose_logs(heads), NODES[1:])
-    assert not asked or 3 in asked, "the culprit's node"
-    read = [
-        (
-            logs[rank]
-            if rank // PER_NODE == 0 or not asked or rank // PER_NODE in asked
-            else heads[rank]
-        )
-        for rank in range(RANKS)
-    ]
-    assert told(diagnose_logs(read)) == told(everything)
-
-
-def test_few_nodes_are_asked_for_all_records() -> None:
-    verdict = diagnose_logs(simulate(lambda job, rank: [Stay(57, "load_batch")]))
-    many = [Beat(slot, f"n{slot}", [100 + slot]) for slot in range(4, 100)]
-    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], (
-        "the culprit's node, and those of some that wait"
-    )
-    moved = msgspec.structs.replace(
-        verdict,
-        culprits=[n + 50 for n in verdict.culprits],
-        victims=[n + 50 for n in verdict.victims],
-    )
-    assert nodes_to_ask(moved, [*NODES[1:], *many], 50) == [1, 2, 3], "of the second world"
-    assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
-    assert (
-        nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES)
-        == []
-    ), "all"
+from commlens.watch.reporting import Reporter
 
 
 def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Path) -> None:
@@ -169,7 +73,7 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
         explanation="It sleeps.",
     )
     reporter.report_slow(verdict)
-    reporter.tell_all_nodes("rank 3 no longer makes the job slow.")
+    reporter.say_on_all_nodes("rank 3 no longer makes the job slow.")
     assert said[0] == "Rank 3 makes the job slow. It sleeps."
     assert announced == [
         f"Rank 3 makes the job slow. It sleeps. (found on {os.uname().nodename})",
@@ -198,72 +102,33 @@ def test_other_worlds_are_told_only_what_is_said_of_them(
         kind="mismatch", why="", confidence="high", summary="rank 3 differs", explanation=""
     )
     several = Worlds((JobWorld("trainer", 0, 2), JobWorld("engine", 2, 2)))
-    reporter.logs = [RankLog(0, 4, worlds=several if joined else Worlds())]
+    reporter.examined.logs = [RankLog(0, 4, worlds=several if joined else Worlds())]
     verdict.worlds = several if named else Worlds()
     reporter.report(verdict)
     assert told == ["Rank 3 differs."] * is_told
-
-
-def evidence_with(elsewhere: list[list[RankLog]], folder: Path) -> Evidence:
-    nodes = SimpleNamespace(reporter=None, lost=lambda _: [])
-    worlds = SimpleNamespace(
-        gather=lambda: (elsewhere, []), note_joined=lambda _: None, out_of_sight=set()
-    )
-    roster = SimpleNamespace(folders=[folder / "none" / "job"])
-    return Evidence(roster, None, nodes, worlds, None, launched=False)  # type: ignore[arg-type]
-
-
-def test_ranks_of_containers_with_the_same_host_and_pids_keep_their_numbers(tmp_path: Path) -> None:
-    logs = [
-        RankLog(rank, 4, "job", "box", 100 + rank % 2, captured_ns=10**18 + rank)
-        for rank in range(4)
-    ]
-    evidence = evidence_with([], tmp_path)
-    assert [log.rank for log in evidence._joined(logs, [])[0]] == [0, 1, 2, 3]
-    assert evidence.first == 0
-    server = [
-        RankLog(rank, 2, "server", "box", 100 + rank, captured_ns=10**18 + 8 + rank)
-        for rank in range(2)
-    ]
-    for member, log in ((0, logs[0]), (1, server[0])):
-        group = ProcessGroup("", (), hand_made=HandMade(member, 2, "n03:1/weights"))
-        args = CollectiveArgs("new_group", "new_group")
-        log.setups = [Collective(0, Channel(group, SETUP), 1, args, State.COMPLETED, 1, 1)]
-    for log in logs:
-        log.script = "trainer.py"
-    for log in server:
-        log.script = "server.py"
-    evidence = evidence_with([server], tmp_path)
-    assert sorted(log.rank for log in evidence._joined(logs, [])[0]) == [0, 1, 2, 3, 4, 5]
-    assert evidence.first == 2, "the server's ranks come first"
-    # of a world whose meeting place ended, only the names are known
-    evidence.worlds.out_of_sight = {reading_of(log) for log in server}
-    joined = evidence._joined(logs, [])[0]
-    assert sorted(log.rank for log in joined) == [2, 3, 4, 5]
-    assert len(joined[0].worlds.worlds) == 2
 
 
 class FewOrAll:
     """The evidence of a job of which some ranks wait like others."""
 
     def __init__(self, logs: list[RankLog], few: list[int], classes: list[Alike]) -> None:
-        self.alike = NONE_ALIKE
-        self.first = 0
-        self.vanished: list[object] = []
-        self.lost: list[object] = []
-        self.lacks_records = False
+        self.vanished: list[Lost] = []
+        self.lost: list[Lost] = []
         self.read: list[str] = []
         self._logs, self._few, self._classes = logs, few, classes
 
-    def logs_of_few(self) -> tuple[list[RankLog], list[str]]:
+    def collect_few(self) -> Collected:
         self.read.append("few")
-        self.alike = AlikeRanks(self._classes)
-        return [self._logs[rank] for rank in self._few], []
+        logs = [self._logs[rank] for rank in self._few]
+        return self._lacking_nodes(Collected(logs, alike=AlikeRanks(self._classes)))
 
-    def logs(self) -> tuple[list[RankLog], list[str]]:
+    def collect(self) -> Collected:
         self.read.append("all")
-        self.alike = NONE_ALIKE
-        return self._logs, []
+        return self._lacking_nodes(Collected(self._logs))
+
+    def _lacking_nodes(self, found: Collected) -> Collected:
+        found.lost, found.vanished = self.lost, self.vanished
+        return found
 
 
 def few_or_all(stay: set[int], few: list[int]) -> FewOrAll:

@@ -124,7 +124,7 @@ def test_why(
     assert why_unrecorded(pid, joined=True) == "", (
         "it has not loaded torch: it may still be recorded"
     )
-    monkeypatch.setattr(strangers, "has_torch", lambda pid: True)
+    monkeypatch.setattr(strangers.process, "has_torch", lambda pid: True)
     assert reason in why_unrecorded(pid, joined=True)
     assert (why_unrecorded(pid, joined=False) == "") is (reason == "may lack commlens"), (
         "it may still import torch"
@@ -164,7 +164,7 @@ def test_the_line_at_the_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert unrecorded_lines(recorded) == [
         "2 of 3 ranks are recorded: no process of rank 2 was found on this node."
     ]
-    monkeypatch.setattr(strangers, "has_torch", lambda pid: pid == child)
+    monkeypatch.setattr(strangers.process, "has_torch", lambda pid: pid == child)
     (line,) = unrecorded_lines([*recorded, member(2, child)])
     assert line.startswith(
         f"2 of 3 ranks are recorded: rank 2 (pid {child}) is a child of rank 0 and is not recorded:"
@@ -198,7 +198,7 @@ def test_processes_that_are_connected_with_ranks_whose_group_lacks_members(
         client = server.accept()[0]
         pids = [near.pid, other.pid, os.getpid()]
         monkeypatch.setattr(strangers, "python_processes", lambda: [(pid, {}) for pid in pids])
-        monkeypatch.setattr(strangers, "has_torch", lambda _: True)
+        monkeypatch.setattr(strangers.process, "has_torch", lambda _: True)
         group = ProcessGroup("weights", (0, 1))
         args = CollectiveArgs("new_group", "new_group")
         made = Collective(0, Channel(group, SETUP), 1, args, State.ISSUED, 1, 1)
@@ -213,7 +213,7 @@ def test_processes_that_are_connected_with_ranks_whose_group_lacks_members(
         elsewhere = msgspec.structs.replace(log, host="another")
         in_no_group = msgspec.structs.replace(log, setups=[])
         assert near_processes([elsewhere]) == near_processes([in_no_group]) == ()
-        monkeypatch.setattr(strangers, "has_torch", lambda _: False)
+        monkeypatch.setattr(strangers.process, "has_torch", lambda _: False)
         assert near_processes([log]) == ()
         for child in (near, other):
             child.communicate()

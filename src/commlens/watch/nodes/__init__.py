@@ -1,1 +1,1 @@
-"""The other nodes of a job: how watchers meet, what they tell one another, which are lost."""
+"""The other nodes of a job: how watchers meet, what they exchange, which are lost."""

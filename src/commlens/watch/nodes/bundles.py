@@ -1,9 +1,9 @@
-"""The values of neighbouring nodes in one, so that the node that reports for many nodes asks for a
-few dozen values in place of a thousand.
+"""The beats of 32 neighbouring nodes as one value, so that the node that reports for a thousand
+nodes reads a few dozen values.
 
-The slots are divided into groups. The node with the lowest slot of a group reads the values of the
-others, and stores all of them as they are. If it is lost, or slow, the node that reports reads the
-values of the group itself.
+Slots 0 to 31 are one group, 32 to 63 the next. The node with the lowest slot of a group reads the
+beats of the others, and stores all of them, compressed, under ``bundle/GROUP``. If it is lost or
+slow, its bundle stops changing, and the node that reports reads the beats of the group itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUNDLES_ABOVE: Final = 128
 """With so many nodes or fewer, the node that reports reads each value."""
 STALE_S: Final = 2.0
 """With nodes that look once a second, a bundle that has not changed for so long is not read."""
-_FEW: Final = 4  # values: a bundle costs more
+_FEW: Final = 4  # with fewer beats wanted of a group, a bundle costs more than these
 _SIZE_MAX: Final = 1 << 24
 
 

@@ -1,5 +1,8 @@
-"""How nodes that rest for long are woken, and how they call the node that reports: it reads their
-values seldom, too.
+"""How nodes of a large job, which rest for long between two exchanges, reach each other sooner.
+
+The node that reports *wakes* a node by setting the key that the node waits for in the store. A node
+*calls* the node that reports by writing its slot into a ring of 64 keys, ``call/0`` to ``call/63``,
+with a counter: that node reads the ring in each exchange, and then the beats of those that called.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Final
 from commlens.watch.nodes.beat import key
 from commlens.watch.nodes.meeting_places import Client, stored
 
-_KEPT: Final = 64  # of the newest calls
+_KEPT: Final = 64  # keys in the ring of calls
 
 
 class Poke:
@@ -69,10 +72,10 @@ class Calls:
     """The calls that the node that reports gets."""
 
     def __init__(self) -> None:
-        self._number = 0  # of those that were taken
+        self._number = 0  # of the newest call that was taken
 
     def take(self, client: Client) -> set[int]:
-        """Return the slots of the nodes that have called since, at most the last ones."""
+        """Return the slots of the nodes that have called since; of many calls, the newest."""
         number = client.add(key("calls"), 0)
         new = range(max(self._number, number - _KEPT) + 1, number + 1)
         self._number = number

@@ -1,13 +1,21 @@
-"""The watchers of a job's nodes, which meet in the job's own store: one of them reports, with the
-evidence of all.
+"""The exchange between the watchers of a job's nodes, through the job's own store: one of them
+reports for the whole job, with the evidence of all. See docs/nodes.md.
 
-Each node has one small value in the store, which it overwrites about once a second: its ranks, how
-long they have waited, which of them died. The reporter is the live node with the lowest rank. It
-asks for evidence by a number in its value; each node answers with its ranks' black boxes. The other
-nodes print one line for each verdict that the reporter prints. See docs/nodes.md.
+Each watcher (a *node*) draws a number from a counter in the store, its *slot*, and overwrites one
+small value about once a second, its *beat*: its ranks, how long they have waited, which of them
+died. The *reporter* is the live node with the lowest rank. To get evidence, it puts a request into
+its beat, and each node answers with its ranks' black boxes under a key of its own::
 
-All traffic is in a thread of its own. If the store cannot be reached, each node gives its own
-verdict.
+    commlens/7/nodes       2                                  slots drawn so far
+    commlens/7/node/0      Beat(0, "n01", ranks=[0, 1], asked=Request(number=1, ...), ...)
+    commlens/7/node/1      Beat(1, "n02", ranks=[2, 3], wait_s=31.0, answered=(0, 1), ...)
+    commlens/7/evidence/1  the packed black boxes of ranks 2 and 3
+
+The other nodes print one line (*news*) for each verdict that the reporter prints. If the store
+cannot be reached, each node gives its own verdict.
+
+All traffic is in a thread of its own, since a store may take seconds to answer: the watcher reads
+what the thread read last, and changes this node's beat, which the thread stores next.
 """
 
 from __future__ import annotations
@@ -66,12 +74,12 @@ MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store do
 # between comparisons of all nodes' records; doubled each time, because legal differences stay
 EXAMINE_REST_S: Final = 1.0
 _EXAMINE_REST_MAX_S: Final = 64.0
-GATHER_S: Final = 3.0
-_RETRY_MAX_S: Final = 2.0
+GATHER_S: Final = 3.0  # to wait for evidence; more with many nodes
+_RETRY_MAX_S: Final = 2.0  # between two connections to a store that fails
 _ASKED_S: Final = 10.0  # after a request, nodes that bundle values do so often
 _BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node with a rank that waits for longer rests less
-LINGER_S: Final = 3 * BUSY_PERIOD_S
-_NEWS_KEPT: Final = 4
+LINGER_S: Final = 3 * BUSY_PERIOD_S  # before a process ends that has just published news
+_NEWS_KEPT: Final = 4  # lines in a beat
 _WAITS: Final = 8  # of other nodes that are compared with those here
 
 Answer = TypeVar("Answer")
@@ -87,8 +95,8 @@ class LostStore(NamedTuple):
 
 
 class Nodes:
-    """The other nodes of a job. Its properties may be read and its methods called from the
-    watcher's thread.
+    """This node's part in the exchange, and the other nodes as it sees them. Public methods are
+    called from the watcher's thread.
 
     Args:
         host: this machine's name.
@@ -122,47 +130,50 @@ class Nodes:
 
     def _reset(self) -> None:
         folder = os.path.abspath(self._folder) if self._folder else ""  # noqa: PTH100
+        # Moments are time.monotonic(); 0.0: not yet.
         self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
+        self._oldest_waits = _OldestWaits()
+        self._disagreements = _Disagreements()
+        self._status_answers = StatusAnswers(self._look, self._look_at_states, self._poke.set)
+        self._joined = False  # a rank of this node has passed init_process_group
+        self._announced = 0.0  # the moment of the last line of news
+
+        # the place where the nodes meet
+        self._given_up: list[Place] = []  # places before it, which did not answer
+        self._contact = 0.0  # the moment of its last answer
+        self._refused = False  # it refuses connections
+        # the moment of the first error since the last answer, or in a place that was given up
+        self._lost_since = 0.0
+        self._lost_refused = False  # that was a refused connection
+
+        # which values to read, with many nodes
+        self._count = 0  # of nodes that ever drew a slot
         self._bundles = Bundles()
-        self._bundled_at = 0.0  # time.monotonic() at which this node last bundled values
-        self._read_all_at = 0.0  # time.monotonic() at which all values were read last
-        self._read_count = 0  # how many nodes there were
-        self._count = 0  # of nodes that ever drew a number
+        self._bundled_at = 0.0  # the moment at which this node last bundled its neighbours' values
+        self._read_all_at = 0.0  # the moment at which all values were read last
+        self._read_count = 0  # how many nodes there were then
         self._calls = Calls()
         self._called: set[int] = set()  # the slots of the nodes that called in this exchange
-        # number of the last request and the last line for which this node has woken others
-        self._woke = (0, 0)
-        self._told = (0, 0)  # ranks that had died and the wait of which this node has called
-        self._poke_at = 0.0  # time.monotonic() of an exchange that is due; 0: none
-        self._status_answers = StatusAnswers(self._look, self._look_at_states, self._poke.set)
-        self._given_up: list[Place] = []  # places that did not answer
-        self._joined = False  # a rank of this node has passed init_process_group
-        self._announced = 0.0  # time.monotonic() of the last line
-        self._contact = 0.0  # time.monotonic() of the last answer of the store
-        self._lost_since = 0.0  # time.monotonic() of the first error since; 0: none
-        self._refused = False  # by the place where the nodes meet
-        self._lost_refused = False  # by the store that was lost
+        self._called_about = (0, 0)  # this node's dead ranks and wait when it called the reporter
+        self._woke_for = (0, 0)  # the request and the news for which this node has woken others
+        self._poke_at = 0.0  # the moment at which to exchange values although none is due
+
+        # evidence that this node is asked for
         self._asked: Request | None = None
-        self._asked_at = 0.0  # time.monotonic() of it
+        self._asked_at = 0.0
         self._evidence: bytes | None = None  # to be stored
-        self._disagreements: dict[int, int] = {}  # by slot: how many were examined
-        self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
+        self._collecting: Collecting | None = None  # states, from the nodes below in the tree
+        # evidence that this node has asked for
         self._gathering = False
-        self._gathered: dict[int, bytes] = {}
-        # the last states that were asked for, from the nodes below in the tree
-        self._collecting: Collecting | None = None
-        self._from_root: Collecting | None = None  # for this node, which asked
-        # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
-        self._waits: dict[tuple[int, int], int] = {}
-        self._oldest: list[OpenWait] = []  # of these
-        self._waits_in: NodesView | None = None  # the values that these were made of
+        self._gathered: dict[int, bytes] = {}  # by slot
+        self._from_root: Collecting | None = None  # states, from the root of the tree
 
     # --- the watcher's side
 
     def meet(self, members: Sequence[Member], digests: Callable[[], Digests]) -> bool:
-        """Tell the other nodes about this one. Returns False if there are no other nodes, or none
-        are known yet.
+        """Describe this node's ranks to the other nodes; begin to meet these if that was not
+        possible before. Returns False while no meeting place is known.
 
         Args:
             members: this node's ranks.
@@ -176,7 +187,7 @@ class Nodes:
                 return False
         if self.others:
             self.update(digests=pack_digests(digests()))
-        self.tell(members, waits(members), [member.rank for member in members])
+        self.update_waits(members, waits(members), [member.rank for member in members])
         self.update(world_size=max(member.world_size for member in members))
         return True
 
@@ -190,8 +201,11 @@ class Nodes:
             self._thread.start()
         return bool(where)
 
-    def tell(self, members: Sequence[Member], waiting: list[OpenWait], ranks: list[int]) -> None:
-        """Tell the others how long ranks have waited, and whether all have ended.
+    def update_waits(
+        self, members: Sequence[Member], waiting: list[OpenWait], ranks: list[int]
+    ) -> None:
+        """Put into this node's beat how long ranks have waited, and whether all have ended. The
+        reporter puts the oldest wait of all nodes there.
 
         Args:
             members: this node's ranks.
@@ -207,7 +221,7 @@ class Nodes:
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
         if rests_long(self._count):
             if age_s < _BUSY_WAIT_S:
-                oldest_ns, age_s = 0, 0.0  # it would have ended long ago when it is read
+                oldest_ns, age_s = 0, 0.0  # it would have ended long before the others read of it
             self._poke_once_busy(oldest_ns)
         self.update(
             ranks=ranks,
@@ -217,8 +231,8 @@ class Nodes:
         )
 
     def _poke_once_busy(self, oldest_ns: int) -> None:
-        """Let the thread exchange values soon if it rests and a wait has become long; not all nodes
-        at once.
+        """Let the thread exchange values soon if a wait has become long while it rests. A random
+        delay keeps all nodes from coming at once.
         """
         now = time.monotonic()
         if oldest_ns and not self._mine.wait_id and not self._poke_at:
@@ -244,15 +258,12 @@ class Nodes:
         self._reset()
 
     def update(self, **fields: object) -> None:
-        """Change this node's value."""
+        """Change fields of this node's beat. The others hear of deaths and ends at once."""
         with self._lock:
-            changed = {
-                name: value for name, value in fields.items() if getattr(self._mine, name) != value
-            }
-            if not changed:
-                return
-            self._mine = msgspec.structs.replace(self._mine, **changed)
-        if changed.keys() & {"dead", "finished", "ended"}:
+            changed = {name for name, value in fields.items() if getattr(self._mine, name) != value}
+            if changed:
+                self._mine = msgspec.structs.replace(self._mine, **fields)
+        if changed & {"dead", "finished", "ended"}:
             self._poke.set()
 
     @property
@@ -267,12 +278,15 @@ class Nodes:
         return list(view.live) if view is not None else []
 
     def _view(self) -> NodesView | None:
-        """Return the conclusions from the values of the other nodes; None without a store."""
-        now = time.monotonic()
+        """Return the conclusions from the beats of the other nodes; None without a store."""
         with self._lock:
-            if self._refused or now - self._contact > self._known.lost_s:
+            if self._has_no_store(self._known.lost_s):
                 return None
-            return self._known.view(self._mine, now)
+            return self._known.view(self._mine, time.monotonic())
+
+    def _has_no_store(self, after_s: float) -> bool:
+        """Return whether the store refuses connections, or has been silent for this long."""
+        return self._refused or time.monotonic() - self._contact > after_s
 
     @property
     def ranks(self) -> set[int]:
@@ -292,47 +306,39 @@ class Nodes:
         """Return the nodes that have been silent for this long without having left; all nodes, if
         the store is silent. With many nodes, each is heard less often, so the time is longer.
         """
-        now, read_every_s = time.monotonic(), rest_period_s(self._count)
+        rest_s = rest_period_s(self._count)
+        seldom_s = rest_s if rest_s > PERIOD_S else 0.0
         with self._lock:
-            if read_every_s > PERIOD_S:
+            if seldom_s:
                 after_s = max(after_s, self._known.lost_s)
-            without_store = self._refused or now - self._contact > after_s
-            lost = self._known.lost(
+            return self._known.lost(
                 self._mine,
-                now,
+                time.monotonic(),
                 after_s=0.0 if self._refused else after_s,
-                without_store=without_store,
+                without_store=self._has_no_store(after_s),
+                read_every_s=seldom_s,
             )
-        return (
-            [each._replace(read_every_s=read_every_s) for each in lost]
-            if read_every_s > PERIOD_S
-            else lost
-        )
 
-    @property
-    def unknown(self) -> list[str]:
-        """Sentences about the other nodes that are out of sight: nodes that fell silent without
-        leaving, or all, if the store fell silent.
+    def sentences_on_lost(self) -> list[str]:
+        """Return sentences about the other nodes that are out of sight: nodes that fell silent
+        without leaving, or all, if the store fell silent.
         """
         lost = self.lost(LOST_S)
-        late = time.monotonic() - self._contact > self._known.lost_s
-        if lost and (self._given_up or self._refused or late):
-            place = (self._given_up or self._places)[0]
-            what = f"{place} " + (
-                "has ended"
-                if self._refused or self._lost_refused
-                else f"has not answered for {min(each.silent_s for each in lost):.0f} s"
-            )
-            if self._given_up:
-                what += f", and they have not come to {self._places[0]}"
+        if not lost or not (self._given_up or self._has_no_store(self._known.lost_s)):
             return [
-                f"Of {ranks_phrase(rank for each in lost for rank in each.beat.ranks)} on other"
-                f" nodes nothing is known: {what}."
+                f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers."
+                for each in lost
             ]
-        return [
-            f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers."
-            for each in lost
-        ]
+        how = (
+            "has ended"
+            if self._refused or self._lost_refused
+            else f"has not answered for {min(each.silent_s for each in lost):.0f} s"
+        )
+        if self._given_up:
+            how += f", and they have not come to {self._places[0]}"
+        ranks = ranks_phrase(rank for each in lost for rank in each.beat.ranks)
+        place = (self._given_up or self._places)[0]
+        return [f"Of {ranks} on other nodes nothing is known: {place} {how}."]
 
     @property
     def lost_store(self) -> LostStore | None:
@@ -341,16 +347,12 @@ class Nodes:
         """
         if not self._lost_since or self.others:
             return None
-        now = time.monotonic()
         with self._lock:
             living = (known.beat for known in self._known.peers(self._mine) if known.lives)
             beats = [beat for beat in living if not (beat.finished or beat.ended)]
             place = (self._given_up or self._places)[0]
-            return (
-                LostStore(place, now - self._lost_since, self._lost_refused, beats)
-                if beats
-                else None
-            )
+            silent_s = time.monotonic() - self._lost_since
+            return LostStore(place, silent_s, self._lost_refused, beats) if beats else None
 
     @property
     def dead_elsewhere(self) -> list[int]:
@@ -366,26 +368,11 @@ class Nodes:
 
     def waits(self, now_ns: int) -> list[OpenWait]:
         """Return the oldest waits of other nodes, one of each node. If another node reports for the
-        job, its value holds the oldest of all.
+        job, its beat holds the oldest of all.
         """
         view, reporter = self._view(), self.reporter
-        if view is None or view is not self._waits_in:
-            beats = [] if view is None else view.waiting if reporter is None else [reporter]
-            # Ages are old by up to a period: keep the first estimate, so that a wait does not seem
-            # to begin anew.
-            self._waits = {
-                (beat.slot, beat.wait_id): self._waits.get(
-                    (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
-                )
-                for beat in beats
-                if beat.wait_id
-            }
-            oldest = heapq.nsmallest(_WAITS, ((ns, slot) for (slot, _), ns in self._waits.items()))
-            self._oldest = [
-                OpenWait(since_ns, -1 - slot, "collective") for since_ns, slot in oldest
-            ]
-            self._waits_in = view
-        return self._oldest
+        beats = [] if view is None else view.waiting if reporter is None else [reporter]
+        return self._oldest_waits.of(beats, view, now_ns)
 
     @property
     def dump(self) -> str:
@@ -412,27 +399,11 @@ class Nodes:
             return self._known.take_news(self._mine, time.monotonic())
 
     def take_disagreement(self, now: float) -> bool:
-        """Return whether nodes seem to disagree, so that all records should be compared; not too
-        often.
+        """Return whether ranks of other nodes, or whole nodes, seem to issue different collectives,
+        so that all records should be compared. The same signs return True only now and then.
         """
         view = self._view()
-        if view is None:
-            return False
-        told = {beat.slot: beat.disagreements for beat in view.disagreeing}
-        if any(count > self._disagreements.get(slot, 0) for slot, count in told.items()):
-            self._disagreements.update(told)
-            return True
-        if now < self._examine_at:
-            return False
-        seen: Digests = dict(unpack_digests(bytes(self._mine.digests)))
-        for packed in view.digests:
-            for channel, blocks in unpack_digests(packed).items():
-                if channel in seen and differ(seen[channel], blocks):
-                    self._examine_at = now + self._examine_rest_s
-                    self._examine_rest_s = min(2 * self._examine_rest_s, _EXAMINE_REST_MAX_S)
-                    return True
-                seen.setdefault(channel, blocks)
-        return False
+        return view is not None and self._disagreements.take(view, self._mine.digests, now)
 
     def take_request(self) -> Request | None:
         """Return the request for evidence that this node must answer, only once."""
@@ -453,7 +424,7 @@ class Nodes:
         self._poke.set()
 
     def _ask(self, **what: Any) -> Request:
-        """Ask other nodes for evidence. Called with the lock."""
+        """Put a request into this node's beat. Called with the lock."""
         number = self._mine.asked.number + 1 if self._mine.asked is not None else 1
         request = Request(number, self._mine.slot, **what)
         self._mine = msgspec.structs.replace(self._mine, asked=request)
@@ -501,21 +472,21 @@ class Nodes:
             timeout_s = GATHER_S + busy_period_s(self._count) - BUSY_PERIOD_S
         end = time.monotonic() + timeout_s
         found: dict[int, tuple[bytes, Answer]] = {}
-        while True:
+        is_last = False
+        while not is_last:
             contents, is_last = self._wait_for_answers(asked, more_than=len(found), end=end)
             for slot, content in contents.items():
+                # a node that leaves may replace its answer by its last evidence
                 if slot not in found or found[slot][0] is not content:
                     found[slot] = (content, read(slot, content))
-            if is_last:
-                return {slot: found[slot][1] for slot in sorted(contents)}, [
-                    beat for beat in asked if beat.slot not in contents
-                ]
+        silent = [beat for beat in asked if beat.slot not in contents]
+        return {slot: found[slot][1] for slot in sorted(contents)}, silent
 
     def _wait_for_answers(
         self, asked: Sequence[Beat], *, more_than: int, end: float
     ) -> tuple[dict[int, bytes], bool]:
-        """Wait until there are more than ``more_than`` answers. Return the evidence so far, and
-        whether no more is expected.
+        """Wait until there are more than ``more_than`` answers. Return the evidence so far by slot,
+        and whether no more is expected: then with that of nodes that have left.
         """
         with self._changed:
             while True:
@@ -528,7 +499,7 @@ class Nodes:
                 self._changed.wait(left)
 
     def _has_answered(self, beat: Beat) -> bool:
-        return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
+        return beat.slot in self._gathered or beat.slot in self._known.last_evidence
 
     def gather_states(self, own: States) -> States | None:
         """Ask the other nodes for the states of their ranks. Returns the states that came in time,
@@ -542,6 +513,7 @@ class Nodes:
         with self._changed:
             now, period_s = time.monotonic(), busy_period_s(self._count)
             request = self._ask(tree=tree)
+            # this node takes part as any other, and also waits for the sum of the root
             self._collecting = Collecting(request, request.slot, began=now, period_s=period_s)
             self._collecting.add_own(own)
             self._from_root = root = Collecting(request, None, began=now, period_s=period_s)
@@ -563,11 +535,13 @@ class Nodes:
     # --- the thread
 
     def _run(self) -> None:
-        slot = -1
-        me = threading.current_thread()
+        """Exchange values until :meth:`leave`. After an error connect again, and after
+        ``MOVE_ON_S`` of errors in the next place.
+        """
+        slot = -1  # none drawn yet
+        me = threading.current_thread()  # leave() may give up on it, and begin() start another one
         silent_since = time.monotonic()
         retry_s = BUSY_PERIOD_S
-        # leave() may have given up waiting for this thread
         while self._thread is me and not self._closing.is_set():
             place = self._places[0]
             client: Client | None = None
@@ -602,7 +576,7 @@ class Nodes:
             if len(self._places) > 1 and time.monotonic() - silent_since > MOVE_ON_S:
                 slot, silent_since = -1, time.monotonic()
                 self._move_on()
-            # not all at once
+            # a random time, so that not all nodes connect at once
             self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, _RETRY_MAX_S)
 
@@ -634,13 +608,13 @@ class Nodes:
             client.remove()
 
     def _move_on(self) -> None:
-        """Meet in the next place. The nodes draw new numbers there. Nodes that do not come stay
-        known as lost, under a number below 0.
+        """Meet in the next place. The nodes draw new slots there. Nodes that do not come stay known
+        as lost, under a slot below 0.
         """
         with self._lock:
             self._given_up.append(self._places.pop(0))
             self._known.renumber()
-            self._gathered, self._disagreements = {}, {}
+            self._gathered, self._disagreements = {}, _Disagreements()
             self._asked = self._collecting = None
             self._bundles = Bundles()
             self._mine = msgspec.structs.replace(
@@ -666,26 +640,21 @@ class Nodes:
         return None if reporter is None else self._mine.slot in reporter.successors
 
     def _period_s(self) -> float:
+        """Return how long to rest until the next exchange."""
         is_next = self._would_report_next()
         with self._lock:
-            waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
             collects = self._collecting is not None and not self._collecting.is_done
             asks = self._gathering or self._from_root is not None
-            if (
-                asks
-                or collects
-                or self._status_answers.is_collecting
-                or self._mine.dead
-                or self._mine.ended
-            ):
+            has_ended = self._mine.dead or self._mine.ended
+            if asks or collects or self._status_answers.is_collecting or has_ended:
                 return BUSY_PERIOD_S
-            busy = max(waited, self._mine.wait_s) > _BUSY_WAIT_S
+            longest_s = max([self._mine.wait_s, *(beat.wait_s for beat in self._known.beats)])
         rest_s = rest_period_s(self._count)
-        if is_next is not False:
+        if is_next is not False:  # this node reports, or would be next
             rest_s = min(rest_s, QUICK_S)
         if bundled_by(self._mine.slot, self._count):
             rest_s = min(rest_s, self._bundle_every_s())
-        return min(rest_s, busy_period_s(self._count)) if busy else rest_s
+        return min(rest_s, busy_period_s(self._count)) if longest_s > _BUSY_WAIT_S else rest_s
 
     def _bundle_every_s(self) -> float:
         """Return how often a node bundles values: often after a request, because its neighbours are
@@ -695,7 +664,9 @@ class Nodes:
         return PERIOD_S if is_asked else rest_period_s(self._count)
 
     def _exchange(self, client: Client, slot: int) -> None:
-        """Publish this node's value and read the others'."""
+        """Store this node's beat, and what it was asked for; read the others' beats, and what this
+        node has asked for.
+        """
         counter = client.add(key("nodes"), 0)
         self._count = counter % QUESTION
         self._status_answers.see(client, counter, slot, asked_period_s(self._count))
@@ -724,8 +695,8 @@ class Nodes:
         self._call_reporter(client, mine)
 
     def _publish(self, client: Client, slot: int) -> Beat:
-        """Store this node's value, and with it its evidence and, for some nodes, the values of
-        others. Return the value.
+        """Store this node's beat, its evidence if the watcher has left some, and a bundle of its
+        neighbours' beats if it is due. Return the beat.
         """
         with self._lock:
             evidence, self._evidence = self._evidence, None
@@ -750,12 +721,11 @@ class Nodes:
         return mine
 
     def _note_request(self, request: Request, beat: Beat, mine: Beat, now: float) -> None:
-        """Note the reporter's request. It is seen again and again until this node's watcher has
-        answered.
+        """Note a request of the reporter for the watcher to take. It stays in the reporter's beat
+        until the next request, so it is seen again and again.
         """
-        if not request.concerns(mine.slot) or beat.order >= mine.order:
-            return
-        if mine.answered == request.id:
+        may_ask = beat.order < mine.order  # for a moment, two nodes may both mean to report
+        if not (may_ask and request.concerns(mine.slot)) or mine.answered == request.id:
             return
         is_known = self._collecting is not None and self._collecting.request.id == request.id
         if request.tree is not None and not is_known:
@@ -771,7 +741,7 @@ class Nodes:
             left = [
                 beat.slot
                 for beat in beats
-                if beat.answered == LAST.id and not self._known.has_left_evidence(beat.slot)
+                if beat.answered == LAST.id and beat.slot not in self._known.last_evidence
             ]
         wanted = self._answered(client, asked, beats) if asked is not None else []
         if not wanted and not left:
@@ -780,12 +750,12 @@ class Nodes:
         with self._changed:
             if asked is self._mine.asked:
                 self._gathered.update(zip(wanted, values, strict=False))
-            self._known.keep_evidence(dict(zip(left, values[len(wanted) :], strict=True)))
+            self._known.last_evidence.update(zip(left, values[len(wanted) :], strict=True))
             self._changed.notify_all()
 
     def _answered(self, client: Client, asked: Request, beats: Sequence[Beat]) -> list[int]:
-        """Return the nodes that have stored their evidence since. If few were asked, read the
-        number of the request that each has answered, which costs less than to read their values.
+        """Return the nodes that have stored their evidence since. If few were asked, read the id of
+        the request that each has answered, which costs less than to read all beats.
         """
         with self._lock:
             known = set(self._gathered)
@@ -800,8 +770,8 @@ class Nodes:
         return [other for other, value in answers.items() if value == request]
 
     def _follow_calls(self, client: Client, mine: Beat) -> None:
-        """If this node reports, wake the nodes that it asks or has news for, and note the nodes
-        that have called.
+        """If this node reports for nodes that rest for long, wake those that it asks or has news
+        for, and note those that have called.
         """
         self._called = set()
         if rest_period_s(self._count) <= PERIOD_S or self._would_report_next() is not None:
@@ -809,27 +779,29 @@ class Nodes:
         self._called = self._calls.take(client)
         asked, news = mine.asked, mine.news[-1].number if mine.news else 0
         asks = asked.number if asked is not None else 0
-        if (asks, news) != self._woke:
-            only = asked.nodes if asked is not None and news == self._woke[1] else []
-            self._woke = (asks, news)
+        if (asks, news) != self._woke_for:
+            only = asked.nodes if asked is not None and news == self._woke_for[1] else []
+            self._woke_for = (asks, news)
             if rests_long(self._count):
                 wake(client, only or [beat.slot for beat in self.others])
 
     def _call_reporter(self, client: Client, mine: Beat) -> None:
-        """Let the reporter read this node's value if it shows a death, or a wait while the reporter
-        knows of none.
+        """Let the reporter read this node's beat soon if it shows a death, or a wait while the
+        reporter knows of none.
         """
         reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
         if reporter is None:
             return
-        waits = mine.wait_id if not reporter.wait_id else self._told[1]
-        if (len(mine.dead), waits) != self._told:
-            self._told = (len(mine.dead), waits)
-            if mine.dead or waits:
+        wait = mine.wait_id if not reporter.wait_id else self._called_about[1]
+        if (len(mine.dead), wait) != self._called_about:
+            self._called_about = (len(mine.dead), wait)
+            if mine.dead or wait:
                 call(client, mine.slot)
 
     def _values(self, client: Client, count: int) -> list[bytes]:
-        """Read the values of other nodes, as far as they matter to this one."""
+        """Read the beats of other nodes, packed: if they are due, those of all nodes that matter to
+        this one, else those of the nodes that have called.
+        """
         now = time.monotonic()
         with self._lock:
             asked = self._mine.asked
@@ -839,16 +811,72 @@ class Nodes:
             # As of the last values: if the store took long, that is no sign that the others fell
             # silent.
             known, new = (
-                self._known.to_read(self._mine, count, self._contact)
-                if is_due
-                else (sorted(self._called - {self._mine.slot}), [])
+                self._known.to_read(self._mine, count, self._contact) if is_due else ([], [])
             )
         if not is_due:
-            return self._bundles.read(client, known, now, self._called)
+            called = sorted(self._called - {self._mine.slot})
+            return self._bundles.read(client, called, now, self._called)
         if len(known) + len(new) > BUNDLES_ABOVE:
             self._read_all_at, self._read_count = now, count
             return self._bundles.read(client, [*known, *new], now, self._called)
         self._read_count = 0
-        # A node may have drawn its slot and not yet stored its value.
+        # A node may have drawn its slot and not yet stored its beat.
         there = client.existing_keys([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])
+
+
+class _OldestWaits:
+    """The waits in other nodes' beats, with their beginnings on this machine's clock."""
+
+    def __init__(self) -> None:
+        self._since_ns: dict[tuple[int, int], int] = {}  # by slot and wait_id, CLOCK_MONOTONIC
+        self._oldest: list[OpenWait] = []
+        self._made_of: NodesView | None = None
+
+    def of(self, beats: Sequence[Beat], view: NodesView | None, now_ns: int) -> list[OpenWait]:
+        """Return the oldest of these beats' waits. They are found anew only when the view of all
+        beats has changed.
+        """
+        if view is None or view is not self._made_of:
+            self._made_of = view
+            # An age in a beat is old by up to a period: keep the first estimate of a wait's
+            # beginning, so that the wait does not seem to begin anew.
+            self._since_ns = {
+                (beat.slot, beat.wait_id): self._since_ns.get(
+                    (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
+                )
+                for beat in beats
+                if beat.wait_id
+            }
+            oldest = heapq.nsmallest(
+                _WAITS, ((ns, slot) for (slot, _), ns in self._since_ns.items())
+            )
+            self._oldest = [OpenWait(ns, -1 - slot, "collective") for ns, slot in oldest]
+        return self._oldest
+
+
+class _Disagreements:
+    """Notices that ranks of different nodes issue different collectives."""
+
+    def __init__(self) -> None:
+        self._examined: dict[int, int] = {}  # by slot: the disagreements inside a node
+        self._rest_until, self._rest_s = 0.0, EXAMINE_REST_S  # of the comparison of digests
+
+    def take(self, view: NodesView, own_digests: msgspec.Raw, now: float) -> bool:
+        """Return whether a node has counted new disagreements between its own ranks, or the digests
+        of two nodes differ; the latter more and more seldom.
+        """
+        counted = {beat.slot: beat.disagreements for beat in view.disagreeing}
+        if any(count > self._examined.get(slot, 0) for slot, count in counted.items()):
+            self._examined |= counted
+            return True
+        if now < self._rest_until:
+            return False
+        first_seen: Digests = dict(unpack_digests(bytes(own_digests)))
+        for packed in view.digests:
+            for channel, blocks in unpack_digests(packed).items():
+                if differ(first_seen.setdefault(channel, blocks), blocks):
+                    self._rest_until = now + self._rest_s
+                    self._rest_s = min(2 * self._rest_s, _EXAMINE_REST_MAX_S)
+                    return True
+        return False

@@ -1,5 +1,9 @@
-"""The last value that a node has read of each other node of its job, and the conclusions from them:
-which nodes live, which one reports, which values to read.
+"""What a node knows of the other nodes of its job: their last beats, and the conclusions from
+these: which nodes live, which one reports, which beats to read next.
+
+A node that stops changing its beat is *silent*, and after ``lost_s`` seconds taken as *lost*. A
+node that leaves says so in its last beat, and may leave its last evidence, in case its process
+ends.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ _SUCCESSORS: Final = 8
 
 
 class Known(NamedTuple):
-    """A node's last value."""
+    """A node's last beat."""
 
     beat: Beat
-    changed: float  # time.monotonic()
-    lives: bool  # it has changed: else its watcher may have been killed before this node came
+    changed: float  # time.monotonic() at which it was first read
+    lives: bool  # another beat was read before: else the node may have died before this one came
 
 
 class NodesView(NamedTuple):
@@ -41,7 +45,7 @@ class NodesView(NamedTuple):
     disagreeing: list[Beat]  # those that live and say that their ranks disagree
     digests: set[bytes]  # of those that live, packed
     dead: list[int]  # ranks that have died
-    with_news: list[Beat]
+    with_news: list[Beat]  # those that have lived and published lines
     successors: list[int]  # slots of the nodes that would report after this one
 
     def reporter(self, mine: Beat) -> Beat | None:
@@ -55,7 +59,7 @@ class Lost(NamedTuple):
     beat: Beat
     silent_s: float  # since its last value was read
     by_itself: bool  # the others are not silent, or they are because it served the store
-    read_every_s: float = 0.0  # its values, if that is seldom
+    read_every_s: float = 0.0  # how seldom its values are read; 0: about once a second
 
 
 class KnownNodes:
@@ -71,10 +75,10 @@ class KnownNodes:
         """A node that has been silent for this long is taken as lost."""
         self._by_slot: dict[int, Known] = {}
         self._version = 0  # it rises with each change of these
-        self._view: tuple[object, NodesView] | None = None  # and what it was made of
-        # by slot: the last evidence of nodes that have left
-        self._evidence_left: dict[int, bytes] = {}
-        self._read_news: dict[int, int] = {}  # by slot: the highest number
+        self._view: tuple[object, NodesView] | None = None  # preceded by what it was made of
+        self.last_evidence: dict[int, bytes] = {}
+        """What nodes left behind that have left the exchange, by slot."""
+        self._read_news: dict[int, int] = {}  # the highest number of news read, by slot
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._by_slot
@@ -129,10 +133,20 @@ class KnownNodes:
             if now - known.changed <= self.lost_s and not known.beat.finished
         ]
 
-    def lost(self, mine: Beat, now: float, *, after_s: float, without_store: bool) -> list[Lost]:
-        """Return the nodes that have been silent for this long without having left."""
+    def lost(
+        self, mine: Beat, now: float, *, after_s: float, without_store: bool, read_every_s: float
+    ) -> list[Lost]:
+        """Return the nodes that have been silent for this long without having left.
+
+        Args:
+            mine: this node's own value.
+            now: ``time.monotonic()``.
+            after_s: how long a node may be silent.
+            without_store: the store is silent, too.
+            read_every_s: as in :class:`Lost`.
+        """
         return [
-            Lost(beat, now - changed, not without_store or beat.serves_store)
+            Lost(beat, now - changed, not without_store or beat.serves_store, read_every_s)
             for beat, changed, lives in self.peers(mine)
             if lives and not beat.finished and now - changed > after_s
         ]
@@ -147,30 +161,27 @@ class KnownNodes:
 
     def note(self, beats: Sequence[Beat], now: float) -> None:
         """Note the values that were just read."""
+        # nodes that are known from another meeting place and have not come to this one
+        missing = {slot: known for slot, known in self._by_slot.items() if slot < 0}
         for beat in beats:
             before = self._by_slot.get(beat.slot)
-            if before is None:
-                # it may be known as lost, under a number below 0
-                for slot in [
-                    slot
-                    for slot, known in self._by_slot.items()
-                    if slot < 0 and set(known.beat.ranks) & set(beat.ranks)
-                ]:
-                    del self._by_slot[slot]
+            for slot, known in missing.items() if before is None else ():
+                if set(known.beat.ranks) & set(beat.ranks):
+                    self._by_slot.pop(slot, None)
             if before is None or before.beat.count != beat.count:
                 self._by_slot[beat.slot] = Known(beat, now, before is not None)
                 self._version += 1
 
     def renumber(self) -> None:
-        """Keep the nodes under numbers below 0, because all nodes draw new numbers in another
-        meeting place. Nodes that do not come there stay lost.
+        """Keep the nodes under slots below 0, because all nodes draw new slots in another meeting
+        place. Nodes that do not come there stay lost.
         """
         former = [
             known._replace(beat=msgspec.structs.replace(known.beat, slot=-2 - slot, ended_at=0))
             for slot, known in self._by_slot.items()
         ]
         self._by_slot = {known.beat.slot: known for known in former if known.beat.slot <= -2}
-        self._evidence_left, self._read_news = {}, {}
+        self.last_evidence, self._read_news = {}, {}
         self._version += 1
 
     # --- news and evidence
@@ -188,18 +199,10 @@ class KnownNodes:
             self._read_news[beat.slot] = beat.news[-1].number
         return new
 
-    def has_left_evidence(self, slot: int) -> bool:
-        """Return whether a node has left its last evidence."""
-        return slot in self._evidence_left
-
-    def keep_evidence(self, evidence: dict[int, bytes]) -> None:
-        """Keep the last evidence of nodes that have left, by slot."""
-        self._evidence_left.update(evidence)
-
     def evidence_left(self, mine: Beat) -> dict[int, bytes]:
         """Return the last evidence of the nodes that have left, by slot."""
         slots = [known.beat.slot for known in self.peers(mine)]
-        return {slot: self._evidence_left[slot] for slot in slots if slot in self._evidence_left}
+        return {slot: self.last_evidence[slot] for slot in slots if slot in self.last_evidence}
 
     def ranks_that_left_evidence(self, mine: Beat) -> set[int]:
         """Return the ranks of the nodes that have left their last evidence."""

@@ -1,8 +1,8 @@
-"""Nodes that have fallen silent, as evidence for the diagnosis of those that remain, and the loss
-of the store at which nodes meet.
+"""Nodes that have fallen silent, as evidence for the diagnosis of those that remain; and the line
+on a store that was lost, through which nodes saw each other.
 
-A node has vanished if its watcher is silent and connections to its ranks were closed at the same
-moment. Silence alone shows nothing: the network may be cut, or only the watcher was killed.
+A silent node has *vanished*, with all its ranks, if connections to its ranks were closed at the
+same moment. Silence alone shows nothing: the network may be cut, or only the watcher was killed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from commlens.watch.roster import Member
 _SAME_MOMENT_S: Final = 3.0
 # after which a store that refuses connections is reported: ranks that end with it need no report
 ENDED_S: Final = 2.5
-SILENT_S: Final = 12.0  # after which one that only does not answer is: it may be busy
-_NEWEST: Final = 8
+SILENT_S: Final = 12.0  # after which a store that only does not answer is: it may be busy
+_NEWEST: Final = 8  # records that show where a rank is
 
 
 def find_vanished(silent: Sequence[Lost], logs: Sequence[RankLog]) -> list[Lost]:
@@ -113,25 +113,23 @@ class LostStoreReport:
     """Reports the loss of the job's store, once, if ranks of this node still communicate."""
 
     def __init__(self) -> None:
-        self._issued: dict[int, int] = {}  # pid: records when the store was lost
-        self._is_told = False
+        self._issued: dict[int, int] = {}  # records when the store was lost, by pid
+        self._is_reported = False
 
     def take_line(self, nodes: Nodes, members: Sequence[Member]) -> str:
         """Return the line if it is time to print it; else an empty text."""
         lost = nodes.lost_store
-        if lost is None or self._is_told:
+        if lost is None or self._is_reported:
             self._issued = {}
             return ""
         alive = [member for member in members if member.alive and member.status is not None]
         for member in alive:
-            self._issued.setdefault(
-                member.pid, member.status.issued if member.status is not None else 0
-            )
-        if lost.silent_s < (ENDED_S if lost.refuses else SILENT_S) or not any(
-            self._communicates(member) for member in alive
-        ):
+            if member.status is not None:
+                self._issued.setdefault(member.pid, member.status.issued)
+        is_due = lost.silent_s >= (ENDED_S if lost.refuses else SILENT_S)
+        if not is_due or not any(map(self._communicates, alive)):
             return ""
-        self._is_told = True
+        self._is_reported = True
         return lost_store_line(lost, alive)
 
     def _communicates(self, member: Member) -> bool:

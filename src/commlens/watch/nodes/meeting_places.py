@@ -1,5 +1,8 @@
-"""Find the places where the watchers of a job's nodes can meet: the job's own store, or a folder
-that the nodes share.
+"""The places where the watchers of a job's nodes can meet, and how values are kept there: the job's
+own store, or a folder that the nodes share.
+
+Both are used alike: :meth:`Store.open` and :meth:`Folder.open` return a client with ``set``,
+``get``, ``existing_keys`` and ``add`` (of a counter).
 """
 
 from __future__ import annotations
@@ -22,12 +25,12 @@ from commlens.watch.nodes.beat import QUESTION, key
 from commlens.watch.nodes.store_client import VALUE_MAX, KeepWaiting, StoreClient
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
-from commlens.watch.strangers import meeting_of
+from commlens.watch.strangers import JobMeeting, meeting_of
 
-TIMEOUT_S: Final = 1.0
-ANSWER_S: Final = 3.0
-_NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")
-_COUNT_MAX = 100_000
+TIMEOUT_S: Final = 1.0  # for connecting
+ANSWER_S: Final = 3.0  # for an answer, before the caller is asked whether to wait on
+_NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")  # of a value's file
+_COUNT_MAX = 100_000  # of a counter in a folder
 _POLL_S = 1.0  # between two checks whether a key is set
 
 
@@ -61,12 +64,12 @@ class FolderClient:
         temporary.replace(path)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which starts at 0, and return the sum. The counter is as many files,
-        and another one with the number of questions of commands.
+        """Add to a counter, which starts at 0, and return the sum. A counter at 3 is three empty
+        files, ``KEY.0`` to ``KEY.2``; the number of questions of commands is a value of its own.
 
         Args:
             key: of the counter.
-            amount: 0, 1, or a question.
+            amount: 0, 1, or :data:`QUESTION`.
         """
         asked = f"{key}.asked"
         questions = int(self.get([asked])[0]) if self.existing_keys([asked]) else 0
@@ -79,7 +82,8 @@ class FolderClient:
         while amount:
             path = self._path(f"{key}.{count}")
             count += 1
-            with contextlib.suppress(FileExistsError):  # else another node has made it meanwhile
+            # if the file exists by now, another node has made it: take the next one
+            with contextlib.suppress(FileExistsError):
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
                 break
         return count + QUESTION * questions
@@ -217,11 +221,11 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
     size = max((member.world_size for member in members), default=0)
     if size <= len(members):
         return []
-    # Some boxes are not here although all ranks have joined: those ranks are on another node, or in
+    # Once a rank has joined, all have started: those without a box here are on another node, or in
     # another container of this host.
-    elsewhere = have_joined(members)
+    are_elsewhere = have_joined(members)
     of_agent, method = _agent_serves_store(members), _init_method(members)
-    if not of_agent and method is None and not elsewhere:
+    if not of_agent and method is None and not are_elsewhere:
         return []  # the ranks may still meet in a file, although MASTER_ADDR is set
     is_file = method is not None and method.startswith("file:")
     meeting = None if is_file else meeting_of(members)
@@ -229,24 +233,24 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
     name = method or _job(members)
     if meeting is not None:
         name = f"{meeting.host}:{meeting.port}"
-        if elsewhere or meeting.node_size != meeting.world_size:
-            found += _store(meeting.host, meeting.port, of_agent=of_agent)
-    if folder is not None and (elsewhere or found):
+        if are_elsewhere or meeting.node_size != meeting.world_size:
+            found += _store(meeting, of_agent=of_agent)
+    if folder is not None and (are_elsewhere or found):
         digest = hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:16]
         found.append(Folder(folder / f".commlens-nodes-{digest}"))
     return found
 
 
-def _store(host: str, port: str, *, of_agent: bool) -> list[Place]:
+def _store(meeting: JobMeeting, *, of_agent: bool) -> list[Place]:
     """Return the store as the only place; none if its port is no number."""
-    return [Store(host, int(port), of_agent)] if port.isdecimal() else []
+    return [Store(meeting.host, int(meeting.port), of_agent)] if meeting.port.isdecimal() else []
 
 
 def _agent_serves_store(members: Sequence[Member]) -> bool:
-    here = next((member for member in members if member.here and member.alive), None)
-    return (
-        here is not None
-        and process.environment(here.pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Return whether torchrun's agent serves the job's store, which then ends after the ranks."""
+    pids = [member.pid for member in members if member.here and member.alive][:1]
+    return any(
+        process.environment(pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True" for pid in pids
     )
 
 

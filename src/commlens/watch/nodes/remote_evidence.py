@@ -1,5 +1,8 @@
-"""Evidence that travels between the nodes of a job: black boxes, packed, with the observations of
-their processes.
+"""Evidence that travels between the nodes of a job: of each rank, its packed black box with the
+newest records, and a log without records that has what was observed of its process.
+
+How many records a rank sends depends on the size of the job: 131,072 of all ranks together, but at
+least 16 of each.
 """
 
 from __future__ import annotations
@@ -66,14 +69,9 @@ def pack(
     for member in members:
         box = b""
         if member.box is not None:
-            try:
-                box = member.box.packed(
-                    newest=newest_records(
-                        member.box.status(), records or records_of_each(member.world_size)
-                    )
-                )
-            except FormatError:
-                box = b""
+            share = records or records_of_each(member.world_size)
+            with contextlib.suppress(FormatError):
+                box = member.box.packed(newest=newest_records(member.box.status(), share))
         log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
         if health is not None and not ranks:  # without the values that the events were made of
@@ -147,29 +145,24 @@ def unpack(content: bytes, host: str, *, keeps_job: bool = False) -> NodeEvidenc
     job, whatever each calls it, and it has the reporter's name.
     """
     found = NodeEvidence(host)
+    ranks: list[_RankEvidence] = []
     try:
         ranks = msgspec.msgpack.decode(content, type=list[_RankEvidence])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return NodeEvidence(
-            host, problems=[f"The evidence of node {host} could not be read: {error}."]
-        )
+        found.problems.append(f"The evidence of node {host} could not be read: {error}.")
     for each in ranks:
-        place, log = each.log, each.log
-        try:
-            if each.box:
-                log = read_box(
-                    each.box,
-                    name=f"rank {place.rank}'s black box on {host}",
-                    captured_ns=place.captured_ns,
-                )
-                log.observation = place.observation
-                log.health = place.health
-        except FormatError as error:
-            found.problems.append(str(error))
-        found.health = found.health or place.health
+        log = sent = each.log
+        if each.box:
+            name = f"rank {sent.rank}'s black box on {host}"
+            try:
+                log = read_box(each.box, name=name, captured_ns=sent.captured_ns)
+                log.observation, log.health = sent.observation, sent.health
+            except FormatError as error:
+                found.problems.append(str(error))
+        found.health = found.health or sent.health
         log.job = log.job if keeps_job else ""
         found.logs.append(log)
         found.ranks.append(
-            SavedRank(place.rank, place.pid, place.observation, each.box, place.captured_ns)
+            SavedRank(sent.rank, sent.pid, sent.observation, each.box, sent.captured_ns)
         )
     return found

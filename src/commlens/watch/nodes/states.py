@@ -1,10 +1,17 @@
-"""The states of a node's ranks, and of all ranks below it in the tree, which it collects: only
-which ranks share a state, not what the state is.
+"""Which ranks of a job share a state, without the state itself: the nodes collect this along a tree
+(:mod:`commlens.watch.nodes.states_tree`), so that the node that reports reads one value for all.
+
+A state's key is a hash of a rank's newest records and its surroundings; ranks are the bits of a
+mask. Seven of eight ranks wait in a collective for rank 3, which loads data::
+
+    States(by_key={b"...": 0b11110111}, alone=0b00001000)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import threading
 import time
 import zlib
@@ -36,9 +43,9 @@ class States(msgspec.Struct, array_like=True):
     """Ranks by their state, as bit masks: answers of many nodes are joined at little cost."""
 
     by_key: dict[bytes, int] = {}
-    alone: int = 0  # ranks that are in no state with others
-    too_many: bool = False  # states: some are missing
-    poses: dict[bytes, int] = {}  # of ranks that stand still, by the key of their pose
+    alone: int = 0  # ranks that must be examined themselves, such as one that waits for none
+    too_many: bool = False  # there are more states than are sent: some are missing
+    poses: dict[bytes, int] = {}  # of ranks that stand still, by the key of stack and collective
 
     def add(self, other: States) -> None:
         """Add the ranks of other nodes. What was added before may be added again."""
@@ -52,10 +59,7 @@ class States(msgspec.Struct, array_like=True):
     @property
     def ranks(self) -> set[int]:
         """All ranks whose state is known."""
-        mask = self.alone
-        for each in self.by_key.values():
-            mask |= each
-        return ranks_in(mask)
+        return ranks_in(functools.reduce(operator.or_, self.by_key.values(), self.alone))
 
     def classes(self) -> list[frozenset[int]]:
         """Return the ranks in each state."""
@@ -89,13 +93,11 @@ def states_of(
     for number, member in enumerate(members):
         state = pose = None
         if member.box is not None and member.status is not None:
-            try:
+            with contextlib.suppress(FormatError):
                 log = member.box.log(newest=newest_records(member.box.status(), RECORDS))
                 log.observation = observations.get(member.pid, Observation())
-                log.health = health if not number else None
+                log.health = health if not number else None  # a node's, so in one of its logs
                 state, pose = state_key(log), pose_key(log)
-            except FormatError:
-                state = pose = None
         if pose is not None and member.rank >= 0:
             found.poses[pose] = found.poses.get(pose, 0) | 1 << member.rank
         if state is None or member.rank < 0:
@@ -113,7 +115,7 @@ def states_snapshot(folders: Sequence[Path]) -> States:
 
 
 def fit(states: States, logs: Iterable[RankLog]) -> bool:
-    """Return whether ranks are still in their states, as far as their records tell."""
+    """Return whether ranks are still in the states that they had, as far as their records show."""
     for log in logs:
         state = next((each for each, mask in states.by_key.items() if mask >> log.rank & 1), None)
         now = state_key(log) if state is not None else None
@@ -124,11 +126,13 @@ def fit(states: States, logs: Iterable[RankLog]) -> bool:
 
 def ranks_in(mask: int) -> set[int]:
     """Return the ranks whose bits are set."""
-    found: set[int] = set()
-    for at, byte in enumerate(_bytes(mask)):
-        if byte:
-            found.update(8 * at + bit for bit in range(8) if byte >> bit & 1)
-    return found
+    return {
+        8 * at + bit
+        for at, byte in enumerate(_bytes(mask))
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    }
 
 
 def pack_states(states: States, request: tuple[int, int]) -> bytes:
@@ -194,7 +198,7 @@ class Collecting:
         )
         self._period_s = period_s
         self._waits_for = {tree.first} if slot is None else set(tree.children(slot))
-        self._moved_up: set[int] = set()  # their children were asked in their place
+        self._moved_up: set[int] = set()  # late nodes, whose children are read in their place, too
         self._lock = threading.Lock()
 
     def to_read(self, now: float) -> list[int]:

@@ -1,5 +1,9 @@
-"""Answers to ``commlens status`` on another node: what this node's ranks are doing, as of the
-moment when it asked.
+"""This node's answers to ``commlens status`` on another node: what its ranks are doing, as of the
+moment when the command asked.
+
+A command adds ``QUESTION`` to the counter of nodes, which every watcher reads anyway, and stores
+its request under ``ask/NUMBER``; the answers are under ``look/SLOT``. Only the newest eight
+requests are kept.
 """
 
 from __future__ import annotations
@@ -64,13 +68,13 @@ class StatusAnswers:
         self._take = take
         self._take_states = take_states
         self._ready = ready
-        # of the newest request that was seen. -1 until the first call: requests from before this
-        # watcher began are not answered
+        # the number of the newest request that was seen; -1 until the first call: requests from
+        # before this watcher began are not answered
         self._number = -1
         self._tries = 0  # to read the next request
-        self._thread: threading.Thread | None = None
-        self._answer: StatusAnswer | None = None
-        self._collecting: Collecting | None = None  # from the nodes below in the tree
+        self._thread: threading.Thread | None = None  # takes the evidence
+        self._answer: StatusAnswer | None = None  # to be stored
+        self._collecting: Collecting | None = None  # states from the nodes below in the tree
 
     @property
     def is_collecting(self) -> bool:
@@ -89,14 +93,17 @@ class StatusAnswers:
         number, before = counter // QUESTION, self._number
         if number == before or (self._thread is not None and self._thread.is_alive()):
             return
-        # several commands may have asked since; another store counts anew
+        if before < 0:
+            self._number = number
+            return
+        # several commands may have asked since; in another store, numbers begin anew
         last = before if before < number else number - 1
         new = range(max(last, number - _KEPT) + 1, number + 1)
-        requests = _read_requests(client, new) if before >= 0 else []
+        requests = _read_requests(client, new)
         self._tries += 1
-        is_last = before < 0 or self._tries >= _TRIES
-        if not is_last and not any(request.number == number for request in requests):
-            return
+        is_there = any(request.number == number for request in requests)
+        if not is_there and self._tries < _TRIES:
+            return  # the command has counted its request, and stores it in a moment
         self._number, self._tries = number, 0
         requests = [request for request in requests if request.concerns(slot)]
         for request in requests:

@@ -11,7 +11,8 @@ from commlens.config import Settings
 from commlens.model.health import Values
 from commlens.model.verdict import Action, Verdict
 from commlens.watch.alerts.metrics import Metrics
-from commlens.watch.reporting import Evidence, Reporter
+from commlens.watch.evidence import Evidence
+from commlens.watch.reporting import Reporter
 from commlens.watch.slowness import Slowness
 from commlens.watch.stall import Stall
 

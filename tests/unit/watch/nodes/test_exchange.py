@@ -429,7 +429,7 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     silent_since = time.monotonic()
     assert eventually(lambda: second.reporter is None)
     assert time.monotonic() - silent_since < periods.LOST_S + periods.PERIOD_S
-    assert second.unknown == ["Node host0 (rank 0) no longer answers."]
+    assert second.sentences_on_lost() == ["Node host0 (rank 0) no longer answers."]
     assert [(each.beat.host, each.by_itself) for each in second.lost(periods.LOST_S)] == [
         ("host0", True)
     ]
@@ -517,7 +517,9 @@ def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_p
     rank.status = msgspec.structs.replace(rank.status, issued=rank.status.issued + 1)
     asked.join(5)
     assert not asked.is_alive(), "nobody can answer any more"
-    assert second.unknown == [f"Of rank 0 on other nodes nothing is known: {place} has ended."]
+    assert second.sentences_on_lost() == [
+        f"Of rank 0 on other nodes nothing is known: {place} has ended."
+    ]
     line = eventually(lambda: report.take_line(second, [rank]))
     assert time.monotonic() - ended < 5
     assert (
