@@ -121,8 +121,8 @@ def _ask(place: Place, names: set[int]) -> tuple[list[list[RankLog]], list[str]]
             "The worlds on other nodes that share a group made by hand with this one cannot be"
             f" asked: {place} {reason(error)}. Run the same command there."
         ]
-    for slot, content in zip(left, last, strict=True):
-        found[slot] = unpack_world(content, nodes.host(slot))
+    answers = zip(left, last, strict=True)
+    found |= {slot: unpack_world(content, nodes.host(slot)) for slot, content in answers}
     found = without_replaced(found, live.keys())
     return [logs for logs, _ in found.values()], [
         *chain.from_iterable(problems for _, problems in found.values()),

@@ -1,4 +1,17 @@
-"""Detection of ranks that died, as opposed to a job that was stopped as a whole."""
+"""Decides when to report that ranks died, and tells a death from a stop of the whole job.
+
+After the first death (an exit status, an exception, a signal) the report waits for the ranks that
+die with it, so that it names them all:
+
+* 0.05 s, as a rule
+* 0.3 s after a SIGKILL under torchrun, and again after each further one: the launcher may be
+  killing the ranks one by one
+* 0.3 s after a SIGTERM of one rank alone, whose launcher would have ended all at once
+* 1.5 s after another SIGTERM or SIGINT: if all ranks end like that, the job was stopped, and
+  nothing is reported
+* up to 4 s more while another node reports for the job
+* up to 5 s more if a rank was stopped that belongs to ranks the watcher has never seen
+"""
 
 from __future__ import annotations
 
@@ -14,7 +27,7 @@ STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or th
 ALONE_SETTLE_S: Final = 0.3
 KILLS_S: Final = 60.0  # how long torchrun may take to kill all ranks, one after the other
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
-UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
+UNSEEN_S: Final = 5.0  # for the launcher to report how ranks ended that were never seen
 _TERMINATED_CODE: Final = 128 + 15
 _INTERRUPTED_CODE: Final = 128 + 2
 _STOP_EXIT_CODES: Final = (_TERMINATED_CODE, _INTERRUPTED_CODE)
@@ -89,13 +102,13 @@ class DeathDetector:
 
     def __init__(self) -> None:
         self.first: Member | None = None  # the first rank that died
-        # it alone was stopped, though its launcher would stop all ranks at once: somebody meant
-        # this rank
+        # it alone was stopped, though its launcher would stop all ranks at once: whoever stopped it
+        # meant this rank
         self.alone = False
         self._first_at = 0.0
-        self._due: float | None = None
-        self._elsewhere = False
-        self._reporter_until = 0.0
+        self._due: float | None = None  # of the report; None: there is none to make
+        self._elsewhere = False  # a rank of another node died
+        self._reporter_until = 0.0  # until then, another node may report; 0: none was waited for
         # All that died were killed, and torchrun may be killing one rank after the other: it waits
         # for the end of each.
         self._kills_in_turn = False
@@ -119,7 +132,7 @@ class DeathDetector:
         Args:
             ended: those that are new.
             members: all ranks.
-            now: seconds.
+            now: ``time.monotonic()``, as everywhere here.
             alone: whether no other rank is being ended, and their launcher would end all at once.
             by_torchrun: whether torchrun started the ranks.
 

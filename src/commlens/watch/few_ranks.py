@@ -1,5 +1,9 @@
-"""The evidence of a few ranks of a large job: some in each state, and the ranks that these wait
-for, node by node.
+"""The evidence of a few ranks that stand for all ranks of a large job.
+
+In a hang, most of 10,000 ranks are in one state: the same stack, in the same collective. First all
+nodes send only which of their ranks share a state (:mod:`commlens.watch.nodes.states`). Then some
+nodes are asked for the records of a few ranks in each state, and of the ranks that these wait for,
+round by round until no further rank is waited for.
 """
 
 from __future__ import annotations
@@ -19,13 +23,12 @@ from commlens.diagnosis.standstill import NO_POSES, PoseKeys
 from commlens.model.ranklog import RankLog
 from commlens.watch.nodes import remote_evidence
 from commlens.watch.nodes.beat import Beat
-from commlens.watch.nodes.remote_evidence import NodeEvidence, more_records_of_each
 from commlens.watch.nodes.states import States, fit
 
 NODES_MAX: Final = 64
 """With more, it costs more to follow the waits than to read the newest records of all nodes."""
 _ROUNDS_MAX: Final = 4  # in which the waits are followed from node to node
-_UNKNOWN_MAX: Final = 16  # nodes of whose ranks the states are not known
+_UNKNOWN_MAX: Final = 16  # nodes that did not send the states of their ranks in time
 
 
 class AskableNodes(Protocol):
@@ -54,7 +57,7 @@ class FewRanks(NamedTuple):
 
     logs: list[RankLog]
     alike: AlikeRanks  # the ranks without a log
-    nodes: dict[int, NodeEvidence]  # by slot: those that were asked
+    nodes: dict[int, remote_evidence.NodeEvidence]  # by slot: those that were asked
     silent: list[Beat]  # the nodes that did not answer
     poses: PoseKeys = NO_POSES  # of all ranks that stand still
 
@@ -83,11 +86,11 @@ def few_ranks(
     classes = states.classes()
     wanted = ranks_to_examine(classes)
     here = read_here()
-    found: dict[int, NodeEvidence] = {}
+    found: dict[int, remote_evidence.NodeEvidence] = {}
     silent: list[Beat] = []
     asked: set[int] = set()
     for _ in range(_ROUNDS_MAX):
-        # a node that was too slow to tell states may be the one that all wait for
+        # a node that was too slow to send states may be the one that all wait for
         asking = {*unknown, *(slots[rank] for rank in wanted if rank in slots)} - asked
         asked |= asking
         if len(asked) > NODES_MAX:
@@ -96,7 +99,7 @@ def few_ranks(
         found |= answers
         silent += late
         logs = list(itertools.chain(here, *(node.logs for node in found.values())))
-        if not fit(states, logs):
+        if not fit(states, logs):  # the job has moved on since the states were read
             return None
         alike = _alike(classes, logs)
         wanted = awaited_others(logs, alike)
@@ -111,12 +114,14 @@ def _alike(classes: Iterable[frozenset[int]], logs: Iterable[RankLog]) -> AlikeR
     return AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
 
 
-def _ask(nodes: AskableNodes, slots: set[int]) -> tuple[dict[int, NodeEvidence], list[Beat]]:
+def _ask(
+    nodes: AskableNodes, slots: set[int]
+) -> tuple[dict[int, remote_evidence.NodeEvidence], list[Beat]]:
     if not slots:
         return {}, []
     ranks = sum(len(beat.ranks) for beat in nodes.others if beat.slot in slots)
     return nodes.gather(
         lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
         of=sorted(slots),
-        records=more_records_of_each(ranks),
+        records=remote_evidence.more_records_of_each(ranks),
     )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 from commlens.blackbox import rank_claims
-from commlens.blackbox.rank_claims import RankClaim
 from commlens.model.collective import Stack
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import HelperProcess, Observation
@@ -30,7 +29,7 @@ class HelperStacks:
     """Reads these stacks with py-spy, and keeps each for a few seconds."""
 
     def __init__(self) -> None:
-        self._known: dict[RankClaim, tuple[float, Stack]] = {}
+        self._known: dict[rank_claims.RankClaim, tuple[float, Stack]] = {}
 
     def add(self, members: Iterable[Member], observations: Mapping[int, Observation]) -> None:
         """Add the processes to the observations, which are by the pids of the ranks that started
@@ -54,10 +53,10 @@ class HelperStacks:
                 if claim.started_by == pid
             ]
 
-    def _is_fresh(self, claim: RankClaim) -> bool:
+    def _is_fresh(self, claim: rank_claims.RankClaim) -> bool:
         return claim in self._known and time.monotonic() - self._known[claim][0] < _FRESH_S
 
-    def _look(self, claims: list[RankClaim]) -> None:
+    def _look(self, claims: list[rank_claims.RankClaim]) -> None:
         if not claims or pyspy.find() is None:
             return
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="commlens-helpers") as pool:
@@ -65,7 +64,7 @@ class HelperStacks:
                 self._known[claim] = time.monotonic(), stack
 
 
-def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[RankClaim]:
+def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[rank_claims.RankClaim]:
     """Return the claims of living processes that these ranks started."""
     with contextlib.suppress(OSError):
         children = rank_claims.of_children(folder)
@@ -73,6 +72,6 @@ def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[RankClaim]:
     return []
 
 
-def _stack_of(claim: RankClaim) -> Stack:
+def _stack_of(claim: rank_claims.RankClaim) -> Stack:
     seen = pyspy.take(claim.pid, partial(frame_kind, prefixes=[]), timeout_s=_TIMEOUT_S)
     return seen.threads[0].stack.frames if seen.threads else ()

@@ -12,7 +12,6 @@ from typing import Final
 from commlens import error_file
 from commlens.model.verdict import Verdict
 from commlens.processes import process
-from commlens.processes.process import has_torch
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Roster
@@ -60,7 +59,9 @@ class JobAbort:
         if doubt:
             self._reporter.say(f"the job goes on, although abort_on includes {fault}: {doubt}.")
             return False
-        self._reporter.tell(f"ending the job, because abort_on includes {fault}.", abort=True)
+        self._reporter.say_for_job(
+            f"ending the job, because abort_on includes {fault}.", abort=True
+        )
         self.begin(verdict)
         return True
 
@@ -92,7 +93,7 @@ class JobAbort:
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():
-            is_rank = self._launched or member.box is not None or has_torch(member.pid)
+            is_rank = self._launched or member.box is not None or process.has_torch(member.pid)
             if (
                 is_rank
                 and member.alive

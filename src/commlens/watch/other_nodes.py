@@ -1,5 +1,9 @@
-"""The activities of the ranks of a job's other nodes, for commands: of all of them, or of a few
-that stand for the others.
+"""What the ranks of a job's other nodes are doing, for ``commlens status`` and other commands,
+which are no nodes themselves: they ask the nodes' watchers through the job's store.
+
+All ranks are asked in a small job. In a large one, few ranks stand for the others if ranks wait
+(:mod:`commlens.watch.few_ranks`), else a sample of the nodes is asked, and the last beats of the
+others are summed up in sentences.
 """
 
 from __future__ import annotations
@@ -7,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +20,7 @@ import msgspec
 
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
 from commlens.dumps.clocks import correct_clocks
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.text import count, duration, ranks_and_verb, ranks_phrase
 from commlens.watch.few_ranks import FewRanks, few_ranks
@@ -26,7 +30,6 @@ from commlens.watch.nodes.bundles import BUNDLES_ABOVE, Bundles
 from commlens.watch.nodes.calls import wake
 from commlens.watch.nodes.meeting_places import Client, Place, Store, places, stored
 from commlens.watch.nodes.periods import asked_period_s, rests_long
-from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, NodeEvidence, pack_snapshot
 from commlens.watch.nodes.states import Collecting, States
 from commlens.watch.nodes.states_tree import TREE_ABOVE, Tree
 from commlens.watch.nodes.status_answers import StatusAnswer, store_request
@@ -35,9 +38,9 @@ from commlens.watch.snapshot import one_run, snapshot
 
 _WAITS_S: Final = 2.0  # a shorter wait is part of a step
 _PATIENCE_S: Final = 8.0  # with a store that is busy: it looks up each client's name in DNS
-_ASKED_MAX: Final = 64  # nodes whose ranks' records are read
-_SAMPLE: Final = 16  # of those where no rank waits, with more nodes
-_WINDOW_S: Final = 0.4
+_ASKED_MAX: Final = 64  # with more nodes, only some are asked for the records of their ranks
+_SAMPLE: Final = 16  # as many: those with the longest waits, and some of all
+_WINDOW_S: Final = 0.4  # for which this node's processes are observed
 
 
 class OtherNodes(NamedTuple):
@@ -91,7 +94,7 @@ def pack_world_snapshot(folders: Sequence[Path], records: int) -> bytes:
     """Look at the ranks of all nodes of this world now, and pack so many of the newest records of
     each for a command on a node of another world.
     """
-    answers = [(os.uname().nodename, pack_snapshot(folders, records))]
+    answers = [(os.uname().nodename, remote_evidence.pack_snapshot(folders, records))]
     store, here = _meeting(folders)
     if store is not None:
         with contextlib.suppress(OSError), asked_in(store) as client:
@@ -132,7 +135,7 @@ def _ask_others(
     answers, silent = nodes.gather(
         lambda slot, content: remote_evidence.unpack(content, nodes.host(slot)),
         of=sorted(asked),
-        records=HEAD_RECORDS,
+        records=remote_evidence.HEAD_RECORDS,
     )
     lines = _lines(answers.values(), silent, nodes, here, unread=nodes.unread)
     lines += _not_asked_lines([beat for beat in others if beat.slot not in asked])
@@ -142,8 +145,8 @@ def _ask_others(
 
 def _of_few(few: FewRanks, nodes: AskedNodes, here: Sequence[int]) -> OtherNodes:
     """Return the known facts about all nodes, inferred from a few ranks of each state."""
-    told = few.alike.others.union(log.rank for log in few.logs)
-    silent = [beat for beat in nodes.others if not told.issuperset(beat.ranks)]
+    known = few.alike.others.union(log.rank for log in few.logs)
+    silent = [beat for beat in nodes.others if not known.issuperset(beat.ranks)]
     return OtherNodes(
         [log for log in few.logs if log.rank not in here],
         _lines(few.nodes.values(), silent, nodes, here),
@@ -153,7 +156,7 @@ def _of_few(few: FewRanks, nodes: AskedNodes, here: Sequence[int]) -> OtherNodes
 
 
 def _lines(
-    answers: Iterable[NodeEvidence],
+    answers: Iterable[remote_evidence.NodeEvidence],
     silent: Iterable[Beat],
     nodes: AskedNodes,
     here: Sequence[int],
@@ -219,16 +222,13 @@ def _silent_line(beat: Beat) -> str:
 
 def _not_asked_lines(beats: Sequence[Beat]) -> list[str]:
     """Return a sentence for each state of nodes that were not asked."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    nodes: dict[str, int] = defaultdict(int)
-    for beat in beats:
-        state = "ranks wait" if _waits(beat) and not beat.dead else _state(beat)
-        ranks[state] += beat.ranks
-        nodes[state] += 1
+    states = grouped(
+        ("ranks wait" if _waits(beat) and not beat.dead else _state(beat), beat) for beat in beats
+    )
     return [
-        f"{ranks_phrase(of_state)} on {count(nodes[state], 'node')} were not asked. Their watchers"
-        f" said last: {state}."
-        for state, of_state in ranks.items()
+        f"{ranks_phrase(rank for beat in nodes for rank in beat.ranks)} on"
+        f" {count(len(nodes), 'node')} were not asked. Their watchers said last: {state}."
+        for state, nodes in states.items()
     ]
 
 
@@ -389,7 +389,7 @@ def newest_beats(client: Client, count: int) -> list[Beat]:
     found = _of_last_incarnations(beats)
     if not is_bundled or not found:
         return found
-    # bundles are late, and the value of the node that reports tells of the waits of all
+    # bundles are late, and the beat of the node that reports has the longest wait of all
     first = min(found, key=lambda one: (one.finished, one.order))
     (value,) = client.get([key("node", first.slot)])
     return [decoded(value) or first if beat is first else beat for beat in found]

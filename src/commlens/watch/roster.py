@@ -1,5 +1,8 @@
 """The processes of a job on this node, found by their black boxes or as children of the launcher,
 and watched for their end.
+
+torchelastic may restart the workers: then new processes get the ranks of former ones. All processes
+that were started together are one *generation*; :meth:`Roster.current` are the newest one's.
 """
 
 from __future__ import annotations
@@ -133,11 +136,10 @@ def _lived_beside(member: Member, new: Member) -> bool:
 
 @dataclass
 class Roster:
-    """All members, and those of the current generation: torchelastic restarts its workers, on this
-    node or on all.
+    """All members, and those of the current generation.
 
-    It counts a restart only on the node whose workers failed. So a process also begins a new
-    generation if all others had ended before.
+    torchelastic counts a restart only on the node whose workers failed, although it restarts those
+    of all nodes. So a process also begins a new generation if all others had ended before.
     """
 
     # of the job's boxes; several where a rank takes the first in which it can write
@@ -150,10 +152,10 @@ class Roster:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
-        self._seen: dict[Path, int] = {}  # folder: its time of change
-        self._refused: set[Path] = set()
+        self._seen: dict[Path, int] = {}  # when each folder had changed that was read
+        self._refused: set[Path] = set()  # boxes that cannot be read
         self._host = os.uname().nodename
-        self._workers_at = 0.0
+        self._workers_at = 0.0  # time.monotonic() at which the launcher was asked last
         self._shown: int | None = None  # the generation that is current; None: the newest
         # dropped when a member is added, removed or gets its rank
         self._current: list[Member] | None = None
@@ -204,6 +206,9 @@ class Roster:
         return new
 
     def _handle_of(self, status: BoxStatus, *, here: bool) -> process.Handle:
+        """Return a handle on the process of a box: the one that was opened early, if there is one,
+        since the process may have ended in between.
+        """
         if not here:
             return process.Handle.invisible(status.pid)
         early = self.early.take(status.pid, status.start_ticks) if self.early is not None else None
@@ -213,11 +218,11 @@ class Roster:
         if self.workers is None or time.monotonic() - self._workers_at < 0.1:
             return []
         self._workers_at = time.monotonic()
-        new: list[Member] = []
-        for worker in self.workers():
-            if self.find(worker.pid, worker.start_ticks) is None:
-                new.append(self.add_worker(worker))
-        return new
+        return [
+            self.add_worker(worker)
+            for worker in self.workers()
+            if self.find(worker.pid, worker.start_ticks) is None
+        ]
 
     def add_worker(self, worker: RankProcess) -> Member:
         """Add a process that has no box, or none yet."""

@@ -25,12 +25,10 @@ def add_new_members(roster: Roster, observer: Observer) -> list[Member]:
     """Find new processes and observe those that are visible. Returns the new members."""
     new = roster.refresh()
     for member in new:
-        if member.here:
-            observer.add(
-                member.pid,
-                member.start_ticks,
-                *([member.box.classifier()] if member.box is not None else []),
-            )
+        if member.here and member.box is not None:
+            observer.add(member.pid, member.start_ticks, member.box.classifier())
+        elif member.here:
+            observer.add(member.pid, member.start_ticks)
     return new
 
 

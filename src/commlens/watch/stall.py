@@ -92,7 +92,9 @@ def patience_s(stall_timeout: float, steps: int) -> float:
 
 
 def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bool:
-    """Return whether a wait is so long that the processes are sampled."""
+    """Return whether a wait is so long that the processes are sampled: long enough before it is
+    looked at to fill the observer's window, but not before a good part of the time has passed.
+    """
     return age_s >= max(patience_s / 4, patience_s - WINDOW_S - 2) or any(
         each.waited_s >= max(each.limit_s / 2, each.limit_s - WINDOW_S - 2) for each in limits
     )
@@ -238,11 +240,12 @@ class StallDetector:
     """Follows the ranks' waits. It does no I/O: the caller passes times and members."""
 
     def __init__(self, settings: Settings) -> None:
-        self.stall: Stall | None = None
+        self.stall: Stall | None = None  # the present suspicion
         self._settings = settings
+        # seconds, CLOCK_MONOTONIC, at which to look because a rank has finished; None: none has
         self._finished_due: float | None = None
         self._finished_looks = 0
-        # of waits: why and for which ranks, and how long the longest was
+        # how long the longest wait was that has a notice, by why and for which ranks
         self._notices: dict[tuple[str, frozenset[int]], float] = {}
         # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
         self._resumed_ns = 0
@@ -250,7 +253,7 @@ class StallDetector:
         self._expiring: set[tuple[int, int]] = set()
 
     def add_finished_rank(self, now: float) -> None:
-        """Note that a rank has finished: ranks that still wait may wait for it."""
+        """Note that a rank has finished: ranks that still wait may wait for it in vain."""
         self._finished_due = now + FINISHED_SETTLE_S
         self._finished_looks = 0
 
@@ -411,6 +414,7 @@ class StallDetector:
         if verdict is not None and is_proven and identity_of(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
             return True
+        # else look again
         longest_s = _CERTAIN_EVERY_S if is_certain else RECHECK_MAX_S
         next_s = min(2.0 ** min(stall.early_looks, 8), longest_s)  # 2 ** 8 is above any longest
         if is_certain and stall.standstill.has_begun:
@@ -496,11 +500,11 @@ class StallDetector:
         self._finished_due = None
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
-        """Return whether a notice told of a wait for these ranks, for the same reason, that was at
-        least half as long.
+        """Return whether a wait for these ranks, for the same reason, already has a notice that
+        names at least half its present length.
         """
         ranks = set(waited_for(verdict))
         return any(
-            why == verdict.why and ranks <= told and check.age_s < 2 * age_s
-            for (why, told), age_s in self._notices.items()
+            why == verdict.why and ranks <= mentioned and check.age_s < 2 * age_s
+            for (why, mentioned), age_s in self._notices.items()
         )

@@ -1,4 +1,5 @@
-"""Learns from a job how long its ranks may wait before the watcher looks at the wait.
+"""Learns from a job how long its ranks may wait before the watcher looks at the wait: three times
+the longest recent wait in the same collective at the same line, and 5 s at least.
 
 The ranks do nothing for this. A wait that lasts is seen in the header of the rank's box, which the
 watcher polls anyway; only then is the collective's place read from the records. Shorter waits do
@@ -7,8 +8,9 @@ not change the limit. Records that the watcher reads for other reasons are count
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from commlens.config import AUTO, Settings
@@ -23,7 +25,7 @@ log = logging.getLogger("commlens")
 FACTOR: Final = 3.0  # times the longest recent wait
 FLOOR_S: Final = 5.0
 LONG_S: Final = FLOOR_S / FACTOR  # a shorter wait leaves the limit at its floor
-_NEWEST: Final = 100  # records that tell whether a place is known
+_NEWEST: Final = 100  # records that show whether a place is known
 _READS_MAX: Final = 2  # boxes that are read at one moment, about 2 ms each
 
 
@@ -57,17 +59,21 @@ class StallLimit:
             resumed_ns: when the job went on after a pause of all ranks, which is no wait.
         """
         if self.learns:
-            self._try(lambda: self._follow(members, now_ns, resumed_ns))
+            with self._stopping_after_error():
+                self._follow(members, now_ns, resumed_ns)
 
     def add_records(self, logs: Iterable[RankLog]) -> None:
         """Count the collectives of records that were read for another reason."""
         if self.learns:
-            self._try(lambda: self._add_records(logs))
+            with self._stopping_after_error():
+                for each in logs:
+                    self._usual.add_records(each, self._now_s)
 
-    def _try(self, learn: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _stopping_after_error(self) -> Iterator[None]:
         """Learn nothing more after an error: stalls are still reported at the stall timeout."""
         try:
-            learn()
+            yield
         except Exception as error:
             self.learns, self._waiting = False, {}
             log.warning(
@@ -76,10 +82,6 @@ class StallLimit:
                 error,
             )
             log.debug("the error", exc_info=True)
-
-    def _add_records(self, logs: Iterable[RankLog]) -> None:
-        for each in logs:
-            self._usual.add_records(each, self._now_s)
 
     def _follow(self, members: Sequence[Member], now_ns: int, resumed_ns: int) -> None:
         self._now_s = now_ns / 1e9
@@ -107,19 +109,7 @@ class StallLimit:
         waiting = self._waiting.get(pid)
         if waiting is None or waiting.place is None:
             return None
-        return self._usual_at(waiting.place)
-
-    def applied(self, waiting: Iterable[OpenWait]) -> list[OpenWait]:
-        """Return the waits with their limits, as far as these are known."""
-        return [
-            wait._replace(limit_s=usual.limit_s)
-            if wait.kind == "collective" and (usual := self.usual(wait.pid)) is not None
-            else wait
-            for wait in waiting
-        ]
-
-    def _usual_at(self, place: CallPlace) -> UsualWait | None:
-        durations = self._usual.known(place)
+        durations = self._usual.known(waiting.place)
         if durations is None:
             return None
         longest_s = durations.longest_s(self._now_s)
@@ -129,6 +119,15 @@ class StallLimit:
             round(longest_s, 6),
             round(max(FLOOR_S, FACTOR * longest_s), 1),
         )
+
+    def applied(self, waiting: Iterable[OpenWait]) -> list[OpenWait]:
+        """Return the waits with their limits, as far as these are known."""
+        return [
+            wait._replace(limit_s=usual.limit_s)
+            if wait.kind == "collective" and (usual := self.usual(wait.pid)) is not None
+            else wait
+            for wait in waiting
+        ]
 
     def _read_place(self, member: Member) -> CallPlace | None:
         """Return the place where a rank waits, and count the records before it. None if the place

@@ -1,5 +1,8 @@
-"""Ranks of a job on this node that no black box records, found by the environment of their
-processes.
+"""*Strangers*: ranks of a job on this node that no black box records, found by the environment of
+their processes, and why they are not recorded.
+
+A process is a rank of the job if its ``MASTER_ADDR``, ``MASTER_PORT`` and ``WORLD_SIZE`` are those
+by which the recorded ranks met.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from commlens.model.worlds import NearProcess
 from commlens.processes import process, pyspy
 from commlens.processes.connections import links_between
 from commlens.processes.observer import Observer
-from commlens.processes.process import has_torch, script_of
 from commlens.processes.ranks import (
     RankProcess,
     ancestors_of,
@@ -59,12 +61,10 @@ class Strangers:
             return False
         self._looked_at = now
         meeting = meeting_of(members)
+        if meeting is None:
+            return False
         restart = max(member.restart for member in members)
-        found = (
-            find_strangers(meeting, {member.rank for member in members}, restart)
-            if meeting is not None
-            else []
-        )
+        found = find_strangers(meeting, {member.rank for member in members}, restart)
         for worker in found:
             self._roster.add_worker(worker)
             self._observer.add(worker.pid, worker.start_ticks)
@@ -74,12 +74,11 @@ class Strangers:
         """Name the ranks of this node that are not recorded: once, soon after a rank has left
         init_process_group.
         """
-        if self._said:
-            return []
-        if not any(
+        has_joined = any(
             member.status is not None and member.status.initialised and member.alive
             for member in self._roster.current()
-        ):
+        )
+        if self._said or not has_joined:
             return []
         self._lines_due = self._lines_due or now + _LINES_AFTER_S
         self._said = now >= self._lines_due
@@ -185,7 +184,7 @@ def near_processes(logs: Sequence[RankLog]) -> tuple[NearProcess, ...]:
     return tuple(
         NearProcess(
             pid,
-            script_of(process.command_line(pid)),
+            process.script_of(process.command_line(pid)),
             tuple(found[pid]),
             process.keeps_box(pid),
             _line_of(pid),
@@ -200,7 +199,7 @@ def _unrelated(recorded: set[int]) -> list[int]:
     return [
         pid
         for pid, _ in python_processes()
-        if pid not in above and recorded.isdisjoint(ancestors_of(pid)) and has_torch(pid)
+        if pid not in above and recorded.isdisjoint(ancestors_of(pid)) and process.has_torch(pid)
     ]
 
 
@@ -222,7 +221,7 @@ def why_unrecorded(pid: int, *, joined: bool) -> str:
         pid: of a rank.
         joined: the job's ranks have left init_process_group.
     """
-    if not has_torch(pid):
+    if not process.has_torch(pid):
         return ""
     environ = process.environment(pid)
     if environ.get("COMMLENS", "").strip().lower() in ("", "0", "false", "no", "off"):
