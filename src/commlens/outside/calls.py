@@ -1,9 +1,15 @@
-"""Recognise the call that a stack waits in: the collective, its group, its peer or root, from
-frames, local variables and source lines.
+"""The call in which a thread waits for other ranks, as its stack shows it: the collective, its
+group, its peer or root, from the names of frames, their local variables and the user's source line.
+
+A frame ``all_reduce`` in ``torch/distributed/distributed_c10d.py``, whose variable ``group`` is at
+the address that ``tp_group`` has in the user's frame, is ``Call("collective", "all_reduce",
+"tp_group", line=...)``. Calls in C++ have no frame: the user's line ``store.get("ready")`` is
+``Call("store", "store.get")``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -79,20 +85,14 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
         frames: innermost first.
         pid: of the process, to read its source files, also in a container.
     """
-    inner: list[SeenFrame] = []  # the frames below the user's
-    line: Frame | None = None
-    outer: list[SeenFrame] = []
-    for position, seen in enumerate(frames):
-        if seen.frame.kind is FrameKind.USER:
-            line, outer = seen.frame, list(frames[position:])
-            break
-        inner.append(seen)
-    # no user frame at all: a library's own loop; its outermost library frame stands for the line
-    if line is None:
-        line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line) or _call_outside_c10d(
-        inner, line, outer[0].values if outer else {}, pid
-    )
+    users = (at for at, seen in enumerate(frames) if seen.frame.kind is FrameKind.USER)
+    border = next(users, len(frames))
+    inner, outer = frames[:border], frames[border:]  # outer begins with the user's innermost frame
+    # without a user frame, in a library's own loop, the library's frame stands for the user's line
+    libraries = (seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY)
+    line = outer[0].frame if outer else next(libraries, None)
+    values = outer[0].values if outer else {}
+    return _in_distributed(inner, outer, line) or _call_outside_c10d(inner, line, values, pid)
 
 
 def _in_distributed(
@@ -113,16 +113,15 @@ def _in_distributed(
                 "message",
                 _MESSAGES[name],
                 _group(inner[position:], outer),
-                peer=_peer(seen),
+                peer=_rank_in(seen, "dst", "src"),
                 line=line,
             )
         elif name in _COLLECTIVES and (found is None or found.kind in ("request", "collective")):
-            group = _group(inner[position:], outer)
             found = Call(
                 "collective",
                 _COLLECTIVES[name],
-                group,
-                root=_root(seen),
+                _group(inner[position:], outer),
+                root=_rank_in(seen, "src", "dst"),
                 line=line,
             )
         elif name in _REQUESTS and found is None:
@@ -187,14 +186,12 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
         frames: the call's frame, and those that lead to it.
         outer: the user's frame that called it, and the frames around it.
     """
-    wrapper = next(
-        (seen for seen in frames[1:2] if "_exception_logger" in seen.frame.function), None
-    )
+    for wrapper in frames[1:2]:
+        if "_exception_logger" in wrapper.frame.function:  # c10d's decorator, with the arguments
+            passed = wrapper.values.get("args", "") + wrapper.values.get("kwargs", "")
+            if "ProcessGroup" not in passed:
+                return DEFAULT_GROUP
     address = frames[0].addresses.get("group", 0)
-    if wrapper is not None:
-        passed = wrapper.values.get("args", "") + wrapper.values.get("kwargs", "")
-        if "ProcessGroup" not in passed:
-            return DEFAULT_GROUP
     for seen in [*frames[1:], *outer][:16]:
         for name, there in seen.addresses.items():
             if (
@@ -206,18 +203,10 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
     return ""
 
 
-def _peer(seen: SeenFrame) -> int | None:
-    values = seen.values
-    return next(
-        (int(values[name]) for name in ("dst", "src") if values.get(name, "").isdecimal()), None
-    )
-
-
-def _root(seen: SeenFrame) -> int | None:
-    values = seen.values
-    return next(
-        (int(values[name]) for name in ("src", "dst") if values.get(name, "").isdecimal()), None
-    )
+def _rank_in(seen: SeenFrame, *names: str) -> int | None:
+    """Return the first of these local variables that holds a rank."""
+    values = (seen.values.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def meeting_place(frames: Sequence[SeenFrame]) -> tuple[str, str] | None:
@@ -234,13 +223,11 @@ def source_line(frame: Frame, pid: int) -> str:
     """Return the text of a frame's line, as the process sees the file; empty if it cannot be
     read.
     """
-    try:
-        with Path(f"/proc/{pid}/root{frame.file}").open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if number == frame.line:
-                    return text[:400].decode("utf-8", "replace").strip()
-    except OSError:
-        pass
+    path = Path(f"/proc/{pid}/root{frame.file}")
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if number == frame.line:
+                return text[:400].decode("utf-8", "replace").strip()
     return ""
 
 
@@ -260,13 +247,13 @@ def counters(frames: Sequence[SeenFrame]) -> dict[str, int]:
     """Return the small whole numbers on the user's frames that look like loop variables, by
     ``"function.name"``.
     """
-    found: dict[str, int] = {}
-    for seen in frames:
-        if seen.frame.kind is FrameKind.USER:
-            for name, value in seen.values.items():
-                if _COUNTER_NAME.search(name) and value.isdecimal() and len(value) < 12:
-                    found[f"{seen.name}.{name}"] = int(value)
-    return found
+    return {
+        f"{seen.name}.{name}": int(value)
+        for seen in frames
+        if seen.frame.kind is FrameKind.USER
+        for name, value in seen.values.items()
+        if _COUNTER_NAME.search(name) and value.isdecimal() and len(value) < 12
+    }
 
 
 _COUNTER_NAME: Final = re.compile(

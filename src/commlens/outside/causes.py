@@ -7,7 +7,7 @@ cause says how sure it can be, and names no rank where the evidence does not dec
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -31,21 +31,26 @@ from commlens.model.cause import (
     Unrecorded,
     Working,
 )
+from commlens.model.grouping import grouped
 from commlens.outside.sample import RankSample
 from commlens.outside.seen import Found, SeenJob, collective_of, ranks_of, source_of
 
 
 def find_causes(job: SeenJob) -> list[Found[Any]]:
-    """Return the causes, the most important first; nothing if no rank waits."""
-    if job.absent:
+    """Return the causes, the most important first; nothing if no rank waits. The first sign that
+    explains why ranks wait decides.
+    """
+    if job.gone:
         return [_dead(job)]
     if not job.stuck:
         return []
     if job.outside:
-        return _absent(job)
+        return _outside(job)
     if job.moving:
         return [_moving(job)]
-    return [_unread(job)] if job.unread else [_compare_waits(job)]
+    if job.unread:
+        return [_unread(job)]
+    return [_compare_waits(job)]
 
 
 def none_waits(job: SeenJob) -> NoneWaits:
@@ -66,7 +71,7 @@ def none_waits(job: SeenJob) -> NoneWaits:
 
 
 def _dead(job: SeenJob) -> Found[Dead]:
-    ranks = sorted(job.absent)
+    ranks = sorted(job.gone)
     return Found(
         "dead",
         Dead(
@@ -85,23 +90,21 @@ def _dead(job: SeenJob) -> Found[Dead]:
     )
 
 
-def _absent(job: SeenJob) -> list[Found[Missing | Working]]:
-    """Find the ranks that are in no call while others wait, grouped by place. Leave out ranks that
-    work, unless all of them do.
+def _outside(job: SeenJob) -> list[Found[Missing | Working]]:
+    """Find the ranks that are in no call while others wait, one cause for each place where they
+    stand. Leave out ranks that work, unless all of them do.
     """
-    places: dict[object, list[RankSample]] = defaultdict(list)
-    for one in job.outside:
-        places[_place_of(job.doing[one.rank])].append(one)
+    places = grouped((_place_of(job.doing[one.rank]), one) for one in job.outside)
     sides = sorted(places.values(), key=lambda each: (len(each), each[0].rank))
     idle = [side for side in sides if not job.doing[side[0].rank].works]
-    sure, doubt = _confidence(job, len(places))
+    confidence, doubt = _confidence(job, len(places))
     if not idle:
         return [_working(job, side, doubt) for side in sides]
     # of several worlds, any rank that waits for no other one may be where it should be
-    unsure = job.worlds.are_several and sure == "low"
-    if unsure or not all(map(job.may_hold_up_all, job.outside)):
-        return [_missing(job, idle, sure, doubt, named=False)]
-    return [_missing(job, [side], sure, doubt, named=True) for side in idle]
+    may_be_right = job.worlds.are_several and confidence == "low"
+    if may_be_right or not all(map(job.may_hold_up_all, job.outside)):
+        return [_missing(job, idle, confidence, doubt, named=False)]
+    return [_missing(job, [side], confidence, doubt, named=True) for side in idle]
 
 
 def _place_of(doing: Activity) -> object:
@@ -142,18 +145,20 @@ def _working(
         activity=doing_of(doing),
         waits=job.waits(),
     )
-    return Found("absent", working, doing.frame or members[0].line, [members], doubt)
+    return Found("outside", working, doing.frame or members[0].line, [members], doubt)
 
 
 def _missing(
     job: SeenJob,
     sides: Sequence[Sequence[RankSample]],
-    sure: Confidence,
+    confidence: Confidence,
     doubt: Doubt | None,
     *,
     named: bool,
 ) -> Found[Missing | Working]:
-    """Return the cause of ranks that are outside of calls, each side at a place of its own."""
+    """Return the cause of ranks that are outside of calls, each side at a place of its own;
+    ``named``: they are to blame.
+    """
     doing, ranks = job.doing[sides[0][0].rank], ranks_of(one for side in sides for one in side)
     missing = Missing(
         kind="missing",
@@ -162,7 +167,7 @@ def _missing(
         culprits=ranks if named else [],
         blamed_by="absence" if named else "undecided",
         victims=ranks_of(job.stuck),
-        confidence=sure,
+        confidence=confidence,
         ranks=ranks,
         processes=["alive" for _ in ranks],
         outcome="never-reached",
@@ -171,7 +176,7 @@ def _missing(
         came=ranks_of(job.stuck),
         doubt=doubt,
     )
-    return Found("absent", missing, doing.frame or sides[0][0].line, sides, doubt)
+    return Found("outside", missing, doing.frame or sides[0][0].line, sides, doubt)
 
 
 def _unread(job: SeenJob) -> Found[Unrecorded]:
@@ -314,11 +319,11 @@ def _sides(job: SeenJob, stuck: Sequence[RankSample]) -> Found[Any]:
     """Compare the calls in which ranks wait. The majority decides if every rank must reach one of
     the two calls, and the ranks are of one world.
     """
-    classes: dict[object, list[RankSample]] = defaultdict(list)
-    for one in stuck:
-        assert one.call is not None
-        call = one.call.kind, one.call.op, one.call.root
-        classes[(*call, job.own_world(one), one.path)].append(one)
+    classes = grouped(
+        ((one.call.kind, one.call.op, one.call.root, job.own_world(one), one.path), one)
+        for one in stuck
+        if one.call is not None
+    )
     sides = sorted(classes.values(), key=lambda members: (len(members), members[0].rank))
     if len(sides) == 1:
         return _out_of_round(job) or _find_stuck_inside(job)
@@ -461,20 +466,16 @@ def _stuck_inside_cause(job: SeenJob, busy: list[int]) -> StuckInside:
 
 def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:
     """Return the only rank whose loop variable differs from all others', or the one of two ranks
-    that is ahead; None if there is none.
+    that is ahead; None if there is none. The first loop variable whose values are two decides.
     """
     for name in members[0].counters:
-        values = {one.counters[name]: one.rank for one in members if name in one.counters}
         counts = Counter(one.counters.get(name) for one in members)
         if None in counts or len(counts) != 2:
             continue
-        odd = max(values) if len(members) == 2 else min(values, key=lambda value: counts[value])
+        rank_of = {one.counters[name]: one.rank for one in members}
+        by_count = sorted(rank_of, key=lambda value: counts[value])
+        odd, others = sorted(rank_of, reverse=True) if len(members) == 2 else by_count
         if counts[odd] == 1:
-            others = sum(values) - odd
-            return LoopRound(values[odd], _variable(name), odd, others)
+            variable = name.rpartition(".")[2]  # "main.step" -> "step"
+            return LoopRound(rank_of[odd], variable, odd, others)
     return None
-
-
-def _variable(counter: str) -> str:
-    """``"main.step" -> "step"``."""
-    return counter.rpartition(".")[2]

@@ -16,7 +16,6 @@ from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process, pyspy
 from commlens.processes.connections import links_between
-from commlens.processes.process import command_line, has_torch, script_of, short_command_of
 from commlens.processes.ranks import (
     RankProcess,
     ancestors_of,
@@ -61,7 +60,7 @@ class FoundWorld(NamedTuple):
             if known
             else count(len(self.ranks), "process", "processes")
         )
-        return f"{who} of {script_of(first.command)} (pid {first.pid})"
+        return f"{who} of {process.script_of(first.command)} (pid {first.pid})"
 
 
 def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundWorld]:
@@ -119,7 +118,7 @@ def _connected_with(first: FoundWorld, here: Sequence[FoundWorld]) -> list[Found
 
 def _choice_among(jobs: Sequence[FoundWorld]) -> str:
     """Return the jobs, and by what to name one of them."""
-    scripts = (script_of(job.ranks[0].command).partition(" ")[0] for job in jobs)
+    scripts = (process.script_of(job.ranks[0].command).partition(" ")[0] for job in jobs)
     alone = [
         script for script in scripts if sum(script in job.ranks[0].command for job in jobs) == 1
     ]
@@ -162,8 +161,8 @@ def all_worlds(preferred: Collection[int] = ()) -> list[FoundWorld]:
 def _rank_of_a_job(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     """Return the rank that a process is; None if it is none, or only started or helps one."""
     one = rank_process(pid, environ)
-    command = command_line(pid) if one is not None else ""
-    is_launcher = _LAUNCHERS.search(command) and not has_torch(pid)
+    command = process.command_line(pid) if one is not None else ""
+    is_launcher = _LAUNCHERS.search(command) and not process.has_torch(pid)
     if one is None or is_launcher or _OUR_OWN.search(command):
         return None
     names = filter(None, (environ.get(name, "") for name in launchers.JOB_NAMES))
@@ -197,16 +196,16 @@ def _spawned(pid: int, below: set[int]) -> FoundWorld:
     with_torch = sorted(
         one
         for one in below
-        if has_torch(one) and not any(name in command_line(one) for name in helpers)
+        if process.has_torch(one) and not any(name in process.command_line(one) for name in helpers)
     )
-    if not with_torch and has_torch(pid):
+    if not with_torch and process.has_torch(pid):
         with_torch = [pid]
     if not with_torch:
         raise EvidenceError(
-            f"Neither the process {pid} ({short_command_of(pid)}) nor its children are ranks: none"
-            " of them has loaded torch."
+            f"Neither the process {pid} ({process.short_command_of(pid)}) nor its children are"
+            " ranks: none of them has loaded torch."
         )
-    size, command = len(with_torch), command_line(pid)
+    size, command = len(with_torch), process.command_line(pid)
     ranks = [
         RankProcess(-1, one, job_dirs.start_ticks(one), local_size=size, command=command)
         for one in with_torch
@@ -232,7 +231,7 @@ def refuse_foreign(pid: int) -> None:
                 "has more privileges than you: only root can look at it (`sudo commlens attach"
                 f" {pid}`)"
             )
-        raise EvidenceError(f"The process {pid} ({short_command_of(pid)}) {why}.") from None
+        raise EvidenceError(f"The process {pid} ({process.short_command_of(pid)}) {why}.") from None
     except OSError:
         return
 

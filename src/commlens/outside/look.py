@@ -1,5 +1,6 @@
-"""Look at the ranks of a job from outside: stacks by py-spy at several moments, and the state of
-their processes in between.
+"""Looks at the ranks of a job from outside: stacks by py-spy at three moments within a window, and
+the state of their processes in between. The result is one :class:`RankSample` of each rank: where
+it stands, in which call it waits, and whether it has moved.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ from commlens.outside.torch_dumps import error_lines, take_dumps
 from commlens.processes import process, pyspy
 from commlens.processes.connections import links_between
 from commlens.processes.observer import Observer, Pulse
-from commlens.processes.process import script_of
-from commlens.processes.pyspy import SeenFrame, SeenThread, Stacks
 from commlens.processes.ranks import RankProcess
 from commlens.processes.store_address import look_at_store
 
@@ -84,7 +83,7 @@ def _require_stacks(ranks: Sequence[RankProcess], seen: Sequence[Observation]) -
     notes = sorted({each.stacks_note or "" for each in seen} - {""})
     if notes and not any(each.stacks for each in seen):
         raise EvidenceError(
-            f"The stacks of {script_of(ranks[0].command)} cannot be read: {notes[0]}."
+            f"The stacks of {process.script_of(ranks[0].command)} cannot be read: {notes[0]}."
         )
 
 
@@ -113,9 +112,9 @@ def _of_world(world: FoundWorld, samples: list[RankSample], spent_s: float) -> H
 
 def _look_repeatedly(
     ranks: Sequence[RankProcess], observer: Observer, window_s: float, *, native: bool
-) -> list[list[Stacks]]:
+) -> list[list[pyspy.Stacks]]:
     """Return each look at all ranks, and observe their processes in between."""
-    looks: list[list[Stacks]] = []
+    looks: list[list[pyspy.Stacks]] = []
     began = time.monotonic()
     with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
         for number in range(_LOOKS):
@@ -138,7 +137,7 @@ def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> 
         time.sleep(min(_STATE_EVERY_S, left))
 
 
-def look(pid: int, *, native: bool = False, values: bool = False) -> Stacks:
+def look(pid: int, *, native: bool = False, values: bool = False) -> pyspy.Stacks:
     """Read the threads of a process once.
 
     Args:
@@ -171,11 +170,11 @@ def classifier(pid: int) -> Callable[[str], FrameKind]:
 
 
 def _sample(
-    one: RankProcess, looks: Sequence[Stacks], observer: Observer, *, native: bool
+    one: RankProcess, looks: Sequence[pyspy.Stacks], observer: Observer, *, native: bool
 ) -> RankSample:
     """Combine the looks at one rank."""
     good = [look for look in looks if look.threads]
-    seen: Observation = observer.observe(one.pid)
+    seen = observer.observe(one.pid)
     if process.read_stat(one.pid) is None:
         seen = Observation(end=End.GONE, window_s=seen.window_s)
     log = RankLog(
@@ -186,7 +185,7 @@ def _sample(
         local_rank=one.local_rank,
         restart=one.restart,
         captured_ns=time.time_ns(),
-        script=script_of(one.command),
+        script=process.script_of(one.command),
         source=f"pid {one.pid}",
         initialised=True,
         observation=seen,
@@ -196,14 +195,14 @@ def _sample(
         seen.stacks_note = looks[-1].note
         return sample
     seen.stacks = [thread.stack for thread in good[-1].threads]
-    compared = good[:-1] if native else good
+    compared = good[:-1] if native else good  # the look with C++ frames has no local variables
     if len(compared) > 1:
         # A loop around a sleep changes its variables: that moves a rank, but it is no work.
         sample.moved = len({fingerprint(look.threads[0].seen) for look in compared}) > 1
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
-    values = (compared or good)[-1]
-    sample.call = _call(values.threads, one.pid)
-    main = values.threads[0]
+    threads = (compared or good)[-1].threads
+    sample.call = _call(threads, one.pid)
+    main = threads[0]
     place = meeting_place(main.seen)
     seen.store = look_at_store(one.pid, *place) if place is not None else None
     sample.counters = counters(main.seen)
@@ -220,7 +219,7 @@ def _is_at_exit(frames: Sequence[Frame]) -> bool:
     return is_shutdown and not any(frame.kind is FrameKind.USER for frame in frames)
 
 
-def _call(threads: Sequence[SeenThread], pid: int) -> Call | None:
+def _call(threads: Sequence[pyspy.SeenThread], pid: int) -> Call | None:
     """Return the call that a rank waits in. In backward, autograd's own threads run Python hooks
     that may issue collectives.
     """
@@ -233,7 +232,7 @@ def _call(threads: Sequence[SeenThread], pid: int) -> Call | None:
     return call
 
 
-def _holds_gil(looks: Sequence[Stacks], seen: Observation) -> bool:
+def _holds_gil(looks: Sequence[pyspy.Stacks], seen: Observation) -> bool:
     """Return whether the main thread held the GIL in all looks and used no CPU: it waits in C code
     that does not release the GIL.
     """
@@ -246,7 +245,7 @@ def _holds_gil(looks: Sequence[Stacks], seen: Observation) -> bool:
     )
 
 
-def _rank_in(frames: Sequence[SeenFrame]) -> int:
+def _rank_in(frames: Sequence[pyspy.SeenFrame]) -> int:
     """Return the rank of a process that torch.multiprocessing or the program itself numbered; -1:
     unknown.
     """
@@ -269,9 +268,13 @@ def _rank_in(frames: Sequence[SeenFrame]) -> int:
 def _complete(
     samples: list[RankSample], processes: Sequence[RankProcess], world_size: int
 ) -> list[RankSample]:
-    """Return the samples of ranks alone, with the rank and the world size where they lack it."""
+    """Return the samples of ranks alone, with the rank and the world size where they lack it.
+
+    Ranks that ``torch.multiprocessing`` spawned have no rank in their environment: their stacks may
+    show it. Where no stack does, ranks are numbered by pid.
+    """
     if any(one.rank < 0 for one in processes) and any(each.log.rank >= 0 for each in samples):
-        # the others are the program that spawned them, and helpers
+        # those without a rank are the program that spawned the ranks, and helpers
         samples = [sample for sample in samples if sample.log.rank >= 0]
     ranks = [sample.log.rank for sample in samples]
     if -1 in ranks or len(set(ranks)) < len(ranks):

@@ -1,8 +1,9 @@
-"""The ranks of a job that is seen from outside, sorted by what they do, and what was found."""
+"""The ranks of a job that is seen from outside, sorted by what they do, and the form of a cause
+that was found.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal
@@ -25,14 +26,17 @@ _CANNOT_RUN: Final = ("stopped", "holding-gil")
 
 
 class SeenJob:
-    """The ranks of one job, as samples of each host show them. If it has several worlds, ranks are
-    numbers of their processes.
+    """The ranks of one job, as samples of each host show them, each in one of five classes. If the
+    job has several worlds, ranks are numbers of their processes.
+
+    Of four ranks, three stand in ``all_reduce`` and one in a data loader: ``stuck`` are the three,
+    ``outside`` is the one, for which they may wait.
     """
 
     def __init__(self, hosts: Sequence[HostSamples]) -> None:
         self.worlds, parts = _worlds_on(hosts)
         self.samples: list[RankSample] = []
-        self.expected: set[int] = set()
+        self.expected: set[int] = set()  # ranks that the hosts should have
         for world, host in parts:
             self.samples += [_numbered(one, world, self.worlds) for one in host.samples]
             self.expected |= {world.first + rank for rank in host.expected}
@@ -43,29 +47,27 @@ class SeenJob:
         self.doing: dict[int, Activity] = {
             one.rank: activity_of(one.log, process_exit_of(one.log)) for one in self.samples
         }
-        self.absent = sorted(self.expected - set(self.ranks))
-        self.unread: list[RankSample] = []  # they may stand anywhere
-        self.outside: list[RankSample] = []
-        self.stuck: list[RankSample] = []
-        self.moving: list[RankSample] = []  # in calls
+        self.gone = sorted(self.expected - set(self.ranks))  # ranks that have no process
+        self.outside: list[RankSample] = []  # not in a call that waits for other ranks
+        self.stuck: list[RankSample] = []  # in such a call, and not moved between the looks
+        self.moving: list[RankSample] = []  # in such calls, and moved
+        self.unread: list[RankSample] = []  # without a stack, so they may stand anywhere
         for one in self.samples:
-            self._sort_in(one)
+            if one.log.observation.end is End.GONE:
+                self.gone.append(one.rank)
+            else:
+                self._class_of(one).append(one)
         if self.stuck:
             self.outside, self.moving = self._awaited(self.outside), self._awaited(self.moving)
 
-    def _sort_in(self, one: RankSample) -> None:
-        if one.log.observation.end is End.GONE:
-            self.absent.append(one.rank)
-        elif self.doing[one.rank].why in _CANNOT_RUN:
-            self.outside.append(one)
-        elif not one.stack:
-            self.unread.append(one)
-        elif one.call is None:
-            self.outside.append(one)
-        elif one.moved is False:
-            self.stuck.append(one)
-        else:
-            self.moving.append(one)
+    def _class_of(self, one: RankSample) -> list[RankSample]:
+        if self.doing[one.rank].why in _CANNOT_RUN:
+            return self.outside
+        if not one.stack:
+            return self.unread
+        if one.call is None:
+            return self.outside
+        return self.stuck if one.moved is False else self.moving
 
     def world_of(self, rank: int) -> range:
         """Return the ranks of a rank's world."""
@@ -76,8 +78,8 @@ class SeenJob:
         return self.world_of(one.rank) if one.call is not None and one.call.needs_world else None
 
     def _awaited(self, some: Sequence[RankSample]) -> list[RankSample]:
-        """Return the ranks for which ranks that are stuck may wait: those of their world, if they
-        wait in a call of the whole world; else also those that have such connections to them.
+        """Return the ranks for which stuck ranks may wait. If stuck ranks wait in calls of their
+        whole world, that is the ranks of this world; else all that may be in a group with them.
         """
         surely = [one for one in some if self.is_needed(one)]
         return surely or [
@@ -85,33 +87,39 @@ class SeenJob:
         ]
 
     def is_needed(self, one: RankSample) -> bool:
-        """Return whether a rank that is stuck waits in a call that this rank must reach."""
+        """Return whether a stuck rank waits in a call of its whole world, which has this rank."""
         return any(one.rank in (self.own_world(stuck) or ()) for stuck in self.stuck)
 
     def may_hold_up_all(self, one: RankSample) -> bool:
-        """Return whether all ranks that are stuck may wait for this one, except those that wait for
-        their own world; and something shows that it is in a group of theirs.
+        """Return whether this one rank may hold up all stuck ranks: one of them surely waits for
+        it; or all that do not wait for their whole world may, and there is a sign that it is in a
+        group with one of them. A group made by hand need not have all ranks of a world, so that
+        both are of one world is no such sign.
         """
         stuck = [each for each in self.stuck if self.own_world(each) is None]
-        is_shown = any(
+        has_sign = any(
             each.call is None or not each.call.by_hand or one.rank not in self.world_of(each.rank)
             for each in stuck
         )
         return self.is_needed(one) or (
-            is_shown and all(self._may_need(each, one) for each in stuck)
+            has_sign and all(self._may_need(each, one) for each in stuck)
         )
 
     def _may_need(self, stuck: RankSample, one: RankSample) -> bool:
+        """Return whether both ranks are of one world, or have connections as members of a group
+        have.
+        """
         return one.rank in self.world_of(stuck.rank) or (
             one.log.pid in stuck.linked and one.log.host == stuck.log.host
         )
 
     def waits(self) -> list[Wait]:
         """Return where the ranks wait, as data, the most ranks first."""
-        alike: dict[tuple[Call, str | None, range], list[int]] = defaultdict(list)
-        for one in self.stuck:
-            if one.call is not None:
-                alike[one.call, source_of(one), self.world_of(one.rank)].append(one.rank)
+        alike = grouped(
+            ((one.call, source_of(one), self.world_of(one.rank)), one.rank)
+            for one in self.stuck
+            if one.call is not None
+        )
         waits = [
             Wait(sorted(ranks), collective_of(call), self.group_of(call, ranks[0]), source)
             for (call, source, _), ranks in alike.items()
@@ -186,7 +194,7 @@ def source_of(one: RankSample) -> str | None:
 
 Seen = Literal[
     "dead",
-    "absent",
+    "outside",
     "unread",
     "moving",
     "ring",
@@ -198,7 +206,7 @@ Seen = Literal[
 ]
 """What the samples show.
 
-``dead``: ranks whose launcher started them have no process. ``absent``: ranks are outside of calls
+``dead``: ranks whose launcher started them have no process. ``outside``: ranks are outside of calls
 while others wait. ``unread``: the stacks of some ranks are unknown, and all others wait.
 ``moving``: ranks move on in calls while others wait. ``ring``: messages wait for each other.
 ``unmet``: the other rank of a message waits in a collective. ``sides``: ranks wait in different

@@ -1,12 +1,13 @@
-"""The verdict on a job that is only seen from outside: on stacks, joined with torch's own dumps and
-log lines. Dumps hold sequence numbers, so they decide where stacks cannot; stacks show what the
-ranks do that the dumps name.
+"""The verdict on a job that is only seen from outside (``commlens attach``).
+
+:func:`judge` uses the stacks, the hosts' hardware and the ranks' log lines. If torch's Flight
+Recorder dumped, :func:`judge_with_dumps` also diagnoses its dumps. They hold sequence numbers, so
+they decide where stacks cannot; stacks show what the ranks do that the dumps name.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,7 @@ from commlens.diagnosis.causes.hardware import add_hardware_seen
 from commlens.diagnosis.index.nodes import Node, whereabouts
 from commlens.errors import CommlensError
 from commlens.model.cause import AnyCause, Dead, Missing, StuckInside
+from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation
 from commlens.model.verdict import Verdict
@@ -67,7 +69,7 @@ def _judge(hosts: Sequence[HostSamples], job: SeenJob) -> Verdict:
         f"{rank_phrase(one.rank)}'s log: {line}" for one in job.samples for line in one.log_lines
     ]
     looked = f"{_job_words(job)} from outside, for {duration(job.window_s * 1e9)}"
-    if job.absent and len(job.absent) == len(job.samples):
+    if job.gone and len(job.gone) == len(job.samples):
         return Verdict(
             summary="the job has ended while it was looked at",
             confidence="low",
@@ -122,7 +124,7 @@ def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -
         if host.health is not None
     ]
     spans_nodes = (
-        len({host.host for host in hosts}) > 1 or len(job.samples) + len(job.absent) < job.size
+        len({host.host for host in hosts}) > 1 or len(job.samples) + len(job.gone) < job.size
     )
     add_hardware_seen(cause, healths, spans_nodes=spans_nodes)
     reports = [health.ras for health in healths if health.ras is not None]
@@ -130,16 +132,13 @@ def _add_hardware(cause: AnyCause, hosts: Sequence[HostSamples], job: SeenJob) -
     add_ras_witness(cause, reports, list(logs.values()), any_group=True)
     if isinstance(cause, (Dead, StuckInside)) and cause.root_cause:
         nodes = [Node(each, {place.rank: place for place in each.ranks}) for each in healths]
-        affected = affected_by(cause, set(logs) - set(job.absent))
+        affected = affected_by(cause, set(logs) - set(job.gone))
         cause.place = shared_place(affected, whereabouts(logs, nodes))
 
 
 def _missing_evidence(hosts: Sequence[HostSamples], job: SeenJob) -> list[str]:
     notes = [note for host in hosts for note in host.notes]
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for sample in job.samples:
-        for text in sample.log.problems:
-            by_text[text].append(sample.rank)
+    by_text = grouped((text, one.rank) for one in job.samples for text in one.log.problems)
     notes += [
         sentence(f"{capital(ranks_phrase(ranks))}: {text}") for text, ranks in by_text.items()
     ]
@@ -162,9 +161,7 @@ def _job_words(job: SeenJob) -> str:
     several = [joined(world.name for world in job.worlds.worlds)] if job.worlds.are_several else []
     named = [*several, *(one.log.script for one in samples if one.log.script), ""]
     of = f" of {named[0]}" * bool(named[0])
-    by_host: dict[str, list[str]] = defaultdict(list)
-    for one in samples[:_MOST_PIDS]:
-        by_host[one.log.host].append(str(one.log.pid))
+    by_host = grouped((one.log.host, str(one.log.pid)) for one in samples[:_MOST_PIDS])
     pids = "; ".join(f"{joined(pids)} on {host}" for host, pids in by_host.items())
     more = ", ..." if len(samples) > _MOST_PIDS else ""
     where = f" ({'pid' if len(samples) == 1 else 'pids'} {pids}{more})" if pids else ""

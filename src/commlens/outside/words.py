@@ -4,7 +4,6 @@ show no sequence numbers, and say how sure they can be.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from commlens.model.cause import (
     Unrecorded,
     Working,
 )
+from commlens.model.grouping import grouped
 from commlens.model.verdict import Finding
 from commlens.outside.sample import RankSample
 from commlens.outside.seen import Found, Seen, SeenJob, ranks_of
@@ -115,7 +115,7 @@ def _dead(job: SeenJob, found: Found[Dead]) -> Words:
     )
 
 
-def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
+def _outside(job: SeenJob, found: Found[Missing | Working]) -> Words:
     ranks, one = found.cause.ranks, found.sides[0][0]
     doing = job.doing[one.rank]
     at = frame_phrase(found.frame)
@@ -138,12 +138,12 @@ def _absent(job: SeenJob, found: Found[Missing | Working]) -> Words:
             f"{are} in no collective{first}: {joined(sign_words(doing.signs[:3]))}."
             f" {_unmoved_sentence(job)}"
         ),
-        next_step=_absence_step(job, found),
+        next_step=_step_of_outside(job, found),
         would_raise_confidence=doubt,
     )
 
 
-def _absence_step(job: SeenJob, found: Found[Missing | Working]) -> str:
+def _step_of_outside(job: SeenJob, found: Found[Missing | Working]) -> str:
     one = found.sides[0][0]
     doing, log = job.doing[one.rank], one.log
     if doing.why == "stopped":
@@ -303,7 +303,7 @@ def _compare(job: SeenJob, found: Found[StuckInside]) -> str:
 
 _WORDS: Final[Mapping[Seen, Callable[[SeenJob, Any], Words]]] = {
     "dead": _dead,
-    "absent": _absent,
+    "outside": _outside,
     "unread": _unread,
     "moving": _moving,
     "ring": _ring,
@@ -317,30 +317,29 @@ _WORDS: Final[Mapping[Seen, Callable[[SeenJob, Any], Words]]] = {
 
 def _places(job: SeenJob) -> list[str]:
     """Return where each class of ranks stands, the smallest first."""
-    found: dict[tuple[str, range | None], list[int]] = defaultdict(list)
-    for one in job.samples:
-        where = f" at {frame_phrase(one.line)}" if one.line is not None else ""
-        text = (
-            f"in {one.call.phrase}{where}"
-            if one.call is not None
-            else activity_words(job.doing[one.rank])
-        )
-        found[text, job.own_world(one)].append(one.rank)
+    found = grouped(((_place(job, one), job.own_world(one)), one.rank) for one in job.samples)
     return [
         f"{capital(ranks_phrase(ranks))}: {text}."
         for (text, _), ranks in sorted(found.items(), key=lambda item: len(item[1]))
     ]
 
 
+def _place(job: SeenJob, one: RankSample) -> str:
+    if one.call is None:
+        return activity_words(job.doing[one.rank])
+    where = f" at {frame_phrase(one.line)}" if one.line is not None else ""
+    return f"in {one.call.phrase}{where}"
+
+
 def _waiting(job: SeenJob, before: str) -> str:
     """Return where the waiting ranks wait: the call in which most of them are, and how many other
     calls there are.
     """
-    calls: dict[tuple[str, str, range | None], list[int]] = defaultdict(list)
-    for one in job.stuck:
-        if one.call is not None:
-            call = one.call.phrase, frame_phrase(one.line), job.own_world(one)
-            calls[call].append(one.rank)
+    calls = grouped(
+        ((one.call.phrase, frame_phrase(one.line), job.own_world(one)), one.rank)
+        for one in job.stuck
+        if one.call is not None
+    )
     if not calls:
         return ""
     (phrase, where, _), ranks = max(calls.items(), key=lambda item: len(item[1]))

@@ -19,7 +19,7 @@ def test_each_rank_is_in_one_class() -> None:
         sample(4, call("all_reduce", 81), state="T"),
     ]
     job = SeenJob([HostSamples("n1", samples[:3], 6, [0, 1, 5]), HostSamples("n2", samples[3:])])
-    assert job.size == 6 and job.absent == [5]
+    assert job.size == 6 and job.gone == [5]
     assert [ranks_of(some) for some in (job.stuck, job.moving, job.outside, job.unread)] == [
         [0],
         [1],
