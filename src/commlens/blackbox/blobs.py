@@ -1,4 +1,9 @@
-"""The side table of a black box: groups, arguments, stacks and texts as JSON of fixed shapes."""
+"""The side table of a black box: groups, arguments, stacks and texts that records refer to by their
+position, as JSON objects (*blobs*) of fixed shapes. The field ``k`` names the shape::
+
+    {"k": "group", "name": "0", "ranks": "0-7", "backend": "nccl", "device": "cuda"}
+    {"k": "asked", "op": "all_reduce", "in": [[[1024], "float32", "cuda:0"]], "rop": "SUM"}
+"""
 
 from __future__ import annotations
 
@@ -251,9 +256,9 @@ def _tensor(spec: TensorJson) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
 
 
-_channels: weakref.WeakValueDictionary[
-    tuple[str, str, str, str, str | None, int, str, bool, str, HandMade | None], Channel
-] = weakref.WeakValueDictionary()
+_channels: weakref.WeakValueDictionary[tuple[ProcessGroup, str, str, bool, str], Channel] = (
+    weakref.WeakValueDictionary()
+)
 """One object for all ranks that have a channel: with 10,000 ranks in it, it takes 80 kB, and
 comparing two takes 50 us.
 """
@@ -266,38 +271,32 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
         ValueError: its ranks are not a set of ranks, or are more than ``limit``.
     """
     device = blob.device or ""
-    ahead = blob.ahead if blob.ahead is not None else device not in ("", "cpu")
-    channel = _channel(
+    group = ProcessGroup(
         blob.name,
-        blob.ranks,
+        (),
         blob.desc or "",
         blob.backend or "",
         blob.mesh_dim,
         blob.inc,
-        device,
-        limit,
-        ahead=ahead,
-        completion=blob.completion,
-        hand=blob.hand,
+        hand_made=blob.hand,
     )
+    runs_ahead = blob.ahead if blob.ahead is not None else device not in ("", "cpu")
+    channel = _channel(group, blob.ranks, device, limit, runs_ahead, blob.completion)
     return channel if channel.group.ranks or channel.group.hand_made else None
 
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
-    """Return the channel of a call that makes a process group, or that uses the store."""
+    """Return the channel of a call that makes a process group, or that uses the store.
+
+    Raises:
+        ValueError: as for :func:`decode_channel`.
+    """
     unmade = UNMADE_STORE if blob.op in (STORE_CLIENT, STORE_SERVER) else SETUP
     device = STORE if blob.op.startswith("store.") else unmade
-    channel = _channel(
-        blob.name,
-        blob.ranks,
-        blob.desc,
-        blob.backend,
-        None,
-        blob.inc,
-        device,
-        limit,
-        hand=blob.hand,
+    group = ProcessGroup(
+        blob.name, (), blob.desc, blob.backend, None, blob.inc, hand_made=blob.hand
     )
+    channel = _channel(group, blob.ranks, device, limit)
     if not blob.of:
         return channel
     members = parse_ranks(blob.of, limit=limit)
@@ -305,36 +304,22 @@ def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
 
 
 def _channel(
-    name: str,
+    group: ProcessGroup,
     ranks: str,
-    desc: str,
-    backend: str,
-    mesh_dim: str | None,
-    inc: int,
     device: str,
     limit: int,
-    *,
-    ahead: bool = False,
+    runs_ahead: bool = False,
     completion: str = "",
-    hand: HandMade | None = None,
 ) -> Channel:
-    key = (name, ranks, desc, backend, mesh_dim, inc, device, ahead, completion, hand)
+    """Return the channel of a group, which has no ranks yet. Those of a group made by hand are not
+    known.
+    """
+    key = (group, ranks, device, runs_ahead, completion)
     found = _channels.get(key)
     if found is None:
-        found = _channels[key] = Channel(
-            ProcessGroup(
-                name,
-                parse_ranks(ranks, limit=limit) if hand is None else (),
-                desc,
-                backend,
-                mesh_dim,
-                inc,
-                hand_made=hand,
-            ),
-            device,
-            ahead,
-            completion,
-        )
+        if group.hand_made is None:
+            group = msgspec.structs.replace(group, ranks=parse_ranks(ranks, limit=limit))
+        found = _channels[key] = Channel(group, device, runs_ahead, completion)
     elif len(found.group.ranks) > limit:
         raise ValueError(f"not a set of ranks: {ranks[:80]!r}")
     return found

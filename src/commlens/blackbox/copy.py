@@ -1,4 +1,9 @@
-"""Copy a black box while it may be written, without accepting torn records."""
+"""Copies a black box while it may be written, without accepting torn records.
+
+A record's checksum shows whether it was read while its writer was at it; then it is read again, up
+to four times within 5 ms. Parts are read before the parts that they refer to, so no reference leads
+to something that was not there yet.
+"""
 
 from __future__ import annotations
 
@@ -70,24 +75,25 @@ def read_parts(
     side = read(identity.side_at, identity.side_size)
     both = read(identity.evidence_at, 2 * identity.evidence_slot)
     evidence = (both[: identity.evidence_slot], both[identity.evidence_slot :])
-    for _ in _PAUSES_S if live else ():
-        # The heartbeat is two words. Two equal reads prove that both are of one beat.
+    if live:
+        header = _with_whole_heartbeat(read, header)
+    (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
+    return Parts(identity, header, slots, ring, side, side_head, evidence, size)
+
+
+def _with_whole_heartbeat(read: Callable[[int, int], bytes], header: bytes) -> bytes:
+    """Return the header with a present heartbeat. It is two words: that two reads agree proves that
+    both words are of one beat.
+    """
+    for _ in _PAUSES_S:
         again = read(0, L.HEADER_SIZE)
         if len(again) < L.HEADER_SIZE:
             break
-        agreed = (
-            again[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
-            == header[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
-        )
-        header = (
-            header[: L.HEARTBEAT_MONO]
-            + again[L.HEARTBEAT_MONO : L.NEXT_INDEX]
-            + header[L.NEXT_INDEX :]
-        )
-        if agreed:
+        before, beat = (each[L.HEARTBEAT_MONO : L.NEXT_INDEX] for each in (header, again))
+        header = header[: L.HEARTBEAT_MONO] + beat + header[L.NEXT_INDEX :]
+        if beat == before:
             break
-    (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
-    return Parts(identity, header, slots, ring, side, side_head, evidence, size)
+    return header
 
 
 def wants_all(header: bytes, capacity: int, newest: int | None) -> bool:

@@ -1,4 +1,10 @@
-"""Read the file in which the plugin for NCCL (``native/_nccl_profiler.c``) notes what NCCL told it.
+"""Reads the file in which the plugin for NCCL's profiler (``native/_nccl_profiler.c``) notes what
+NCCL told it: communicators, their operations, and the operations' network transfers.
+
+The file has a header and three tables of fixed size, whose slots are used again. A slot begins with
+a sequence word: its generation, doubled; odd while the slot is written. An operation names its
+communicator by slot and generation, so that it is not taken for one of the slot's next
+communicator; so does a transfer its operation.
 
 The writer takes no lock and may be killed between any two instructions, and the file may come from
 anywhere: everything is checked, in bounded time and memory.
@@ -11,7 +17,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -23,10 +29,11 @@ from commlens.text import printable
 MAGIC: Final = b"CLNSNCCL"
 FORMAT: Final = 1
 
-_HEADER: Final = struct.Struct("<8s2I8IQ2I3Q2I40s256s7Q")
-_COMM: Final = struct.Struct("<2Q3iI10Q96sQ40x")
-_OP: Final = struct.Struct("<2Q16s16sQ2i2Q4I7Q8x")
-_TRANSFER: Final = struct.Struct("<Q4I2i2I6Q8x")
+# of the structs in _nccl_profiler.c the fields that are read here; x skips the others
+_HEADER: Final = struct.Struct("<8x2I4I8x2IQ2I3Q2I40x256s4Q24x")
+_COMM: Final = struct.Struct("<2Q3i4x5Q32xQ96sQ40x")
+_OP: Final = struct.Struct("<2Q16s16sQ2i2Q3I4x7Q8x")
+_TRANSFER: Final = struct.Struct("<Q2I8x2i2I2Q8x2Q16x")
 _HEADER_SIZE: Final = 4096
 SIZE_MAX: Final = 16 << 20
 _TABLE_MAX: Final = 1 << 16
@@ -53,16 +60,11 @@ class _CommSlot(NamedTuple):
     size: int
     rank: int
     nodes: int
-    api: int
     made_ns: int
     closed_ns: int
     collectives: int
     messages: int
     finished_collectives: int
-    finished_messages: int
-    next_collective: int
-    next_message: int
-    last_ns: int
     nccl_version: int
     name: bytes
     replayed: int
@@ -81,7 +83,6 @@ class _OpSlot(NamedTuple):
     comm: int
     comm_generation: int
     thread: int
-    spare: int
     called_ns: int
     returned_ns: int
     launched_ns: int
@@ -95,39 +96,44 @@ class _TransferSlot(NamedTuple):
     seq: int
     op: int
     op_generation: int
-    comm: int
-    comm_generation: int
     peer: int
     steps: int
     channel: int
     is_send: int
     done: int
     states: int
-    begun_ns: int
     moved_ns: int
     ended_ns: int
-    posted: int
 
 
 class _Header(NamedTuple):
-    """The header, checked."""
+    """The header's fields, as ``_HEADER`` unpacks them."""
 
-    comms: int
+    version: int
+    header_size: int
+    comms: int  # slots in the table of communicators, and the size of one
+    comm_size: int
     ops: int
+    op_size: int
     transfers: int
+    transfer_size: int
+    total_size: int
     pid: int
-    mask: int
+    mask: int  # the kinds of events that NCCL was asked for
     start_ticks: int
-    unix_offset: int
-    is_other_nccl: bool
+    created_mono_ns: int
+    created_ns: int
+    status: int
     nccl_version: int
-    library: str
-    lost: int
-    for_others: int
+    library: bytes
+    lost_comms: int  # that found no free slot
+    lost_ops: int
+    lost_transfers: int
+    for_others: int  # transfers of other processes, which this one's proxy thread made
 
 
 def read_beside(box: Path, pid: int, start_ticks: int, unix_offset: int) -> NcclRecord | None:
-    """Return what NCCL told the process of a black box; None if it keeps no such file.
+    """Return the events that NCCL reported to the process of a black box; None if there is no file.
 
     Args:
         box: its path.
@@ -165,7 +171,7 @@ def read_events(
         FormatError: it is no such file, of another version, or damaged.
     """
     head = _read_head(content, name)
-    offset = head.unix_offset if unix_offset is None else unix_offset
+    offset = head.created_ns - head.created_mono_ns if unix_offset is None else unix_offset
     comms_at = _HEADER_SIZE
     ops_at = comms_at + head.comms * _COMM.size
     transfers_at = ops_at + head.ops * _OP.size
@@ -183,19 +189,15 @@ def read_events(
             found.append(_communicator(comm, ops[index, comm.seq >> 1 & _GENERATION], unix))
     return NcclRecord(
         pid=head.pid,
-        start_ticks=head.start_ticks,
-        level="transfers"
-        if head.mask & _PROXY_STEP
-        else "kernels"
-        if head.mask & _KERNEL_CH
-        else "calls",
-        nccl_version=head.nccl_version,
-        library=head.library,
-        is_other_nccl=head.is_other_nccl,
+        start_ticks=min(head.start_ticks, _INT_MAX),
+        level=_level(head.mask),
+        nccl_version=head.nccl_version if head.nccl_version < 10**6 else 0,
+        library=_text(head.library),
+        is_other_nccl=head.status == _OTHER_NCCL,
         communicators=tuple(sorted(found, key=lambda comm: (comm.made_ns, comm.hash))),
-        lost=head.lost,
+        lost=min(head.lost_comms + head.lost_ops + head.lost_transfers, _INT_MAX),
         torn=torn,
-        for_others=head.for_others,
+        for_others=min(head.for_others, _INT_MAX),
     )
 
 
@@ -207,44 +209,35 @@ def _read_head(content: bytes, name: str) -> _Header:
             if content and cut
             else f"{name} is not a file of NCCL's events."
         )
-    _, version, size, *rest = _HEADER.unpack_from(content)
-    if version != FORMAT:
+    head = _Header._make(_HEADER.unpack_from(content))
+    if head.version != FORMAT:
         raise FormatError(
-            f"{name} has NCCL's events in version {version}, but this commlens reads version"
+            f"{name} has NCCL's events in version {head.version}, but this commlens reads version"
             f" {FORMAT}: read it with the commlens that wrote it, unless it is damaged."
         )
-    comms, comm_size, ops, op_size, _, _, transfers, transfer_size, total, pid, mask, ticks = rest[
-        :12
-    ]
-    mono, unix, status, nccl, _, library, *live = rest[12:]
-    sizes = size, comm_size, op_size, transfer_size
-    tables = comms * comm_size + ops * op_size + transfers * transfer_size
+    sizes = head.header_size, head.comm_size, head.op_size, head.transfer_size
+    tables = (
+        head.comms * head.comm_size + head.ops * head.op_size + head.transfers * head.transfer_size
+    )
     if (
         sizes != (_HEADER_SIZE, _COMM.size, _OP.size, _TRANSFER.size)
-        or max(comms, ops, transfers) > _TABLE_MAX
-        or total != _HEADER_SIZE + tables
-        or total > SIZE_MAX
+        or max(head.comms, head.ops, head.transfers) > _TABLE_MAX
+        or head.total_size != _HEADER_SIZE + tables
+        or head.total_size > SIZE_MAX
     ):
         raise FormatError(
             f"{name} has a damaged header: its sizes and offsets contradict each other."
         )
-    if len(content) < total:
-        raise FormatError(f"{name} is cut off: {len(content)} of {total} bytes are left.")
-    lost = min(sum(live[:3]), _INT_MAX)
-    return _Header(
-        comms,
-        ops,
-        transfers,
-        pid,
-        mask,
-        min(ticks, _INT_MAX),
-        unix - mono,
-        status == _OTHER_NCCL,
-        nccl if nccl < 10**6 else 0,
-        _text(library),
-        lost,
-        min(live[3], _INT_MAX),
-    )
+    if len(content) < head.total_size:
+        raise FormatError(f"{name} is cut off: {len(content)} of {head.total_size} bytes are left.")
+    return head
+
+
+def _level(mask: int) -> Literal["calls", "kernels", "transfers"]:
+    """Return how much NCCL was asked to report."""
+    if mask & _PROXY_STEP:
+        return "transfers"
+    return "kernels" if mask & _KERNEL_CH else "calls"
 
 
 def _text(padded: bytes) -> str:
@@ -257,10 +250,9 @@ def _open_transfers(
     """Return the transfers that have not ended, by the index and generation of their operation."""
     found: dict[tuple[int, int], list[NcclTransfer]] = defaultdict(list)
     for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
-        if not fields[0]:
-            continue
         each = _TransferSlot._make(fields)
-        if each.seq & 1 or each.ended_ns or not 0 <= each.steps < 1 << 30:
+        is_free = not each.seq or each.seq & 1  # or is being written
+        if is_free or each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
         done = min(each.done, each.steps)
         found[each.op, each.op_generation].append(
@@ -367,7 +359,7 @@ def _communicator(
 
 
 def encode_record(record: NcclRecord) -> bytes:
-    """Return what NCCL told as bytes, for a packed black box."""
+    """Return NCCL's events as bytes, for a packed black box."""
     return msgspec.msgpack.encode(record)
 
 

@@ -12,10 +12,9 @@ import zlib
 from typing import Final, NamedTuple
 
 from commlens.blackbox import layout as L
+from commlens.blackbox import nccl_events
 from commlens.blackbox.copy import Parts, wants_all, whole_records
 from commlens.blackbox.header import read_identity
-from commlens.blackbox.nccl_events import SIZE_MAX as NCCL_SIZE_MAX
-from commlens.blackbox.nccl_events import decode_record, encode_record
 from commlens.errors import FormatError
 from commlens.model.nccl import NcclRecord
 
@@ -25,8 +24,7 @@ _HEAD: Final = struct.Struct("<8sI")
 # After the header: size of the file, records kept (0: all), bytes of the two evidence slots and of
 # the side table, number of the first slot of the ring buffer that is kept, number of slots.
 _SIZES: Final = struct.Struct("<QIIIIII")
-# after the ring buffer, if NCCL told its process something: the length of that
-_MORE: Final = struct.Struct("<I")
+_NCCL_SIZE: Final = struct.Struct("<I")  # after the ring buffer, if there are events of NCCL
 # slots that are stored column by column together; a file that is cut off keeps its whole blocks
 _BLOCK: Final = 256
 # 2000 records: 1.8 ms and 40 kB; level 1: 1.3 ms and 42 kB, level 9: 3 ms and 40 kB
@@ -61,7 +59,7 @@ def is_partial(content: bytes) -> bool:
 
 def pack(parts: Parts, newest: int | None = None, nccl: NcclRecord | None = None) -> bytes:
     """Pack a copy of a box: the whole, or only the intact ones of its ``newest`` records, as
-    ``parts`` was read; and what NCCL told its process.
+    ``parts`` was read; and NCCL's events.
     """
     if newest is not None and wants_all(parts.header, parts.identity.capacity, newest):
         newest = None
@@ -72,9 +70,10 @@ def pack(parts: Parts, newest: int | None = None, nccl: NcclRecord | None = None
     slots = min(-(-len(ring) // L.RECORD_SIZE), len(parts.ring) // L.RECORD_SIZE)
     ring = ring.ljust(slots * L.RECORD_SIZE, b"\0")[: slots * L.RECORD_SIZE]
     sizes = _SIZES.pack(parts.size, newest or 0, *map(len, kept), first, slots)
-    told = encode_record(nccl) if nccl is not None else b""
-    more = [_MORE.pack(len(told)), told] if told else []
-    content = b"".join([parts.header, sizes, *kept, *_columns(ring), *more])
+    content = b"".join([parts.header, sizes, *kept, *_columns(ring)])
+    if nccl is not None:
+        events = nccl_events.encode_record(nccl)
+        content += _NCCL_SIZE.pack(len(events)) + events
     return _HEAD.pack(MAGIC, VERSION) + zlib.compress(content, _LEVEL)
 
 
@@ -109,9 +108,10 @@ def unpack(content: bytes, name: str) -> Unpacked:
     ring = _read_ring(stream, slots)
     records, _ = whole_records(ring, range(slots), identity.capacity, first=first)
     problems = []
-    told = stream.read(_MORE.size)
-    told_size = _MORE.unpack(told)[0] if len(told) == _MORE.size else 0
-    nccl = decode_record(stream.read(told_size)) if 0 < told_size <= NCCL_SIZE_MAX else None
+    nccl: NcclRecord | None = None
+    events_size = int.from_bytes(stream.read(_NCCL_SIZE.size), "little")
+    if 0 < events_size <= nccl_events.SIZE_MAX:
+        nccl = nccl_events.decode_record(stream.read(events_size))
     if not stream.is_whole:
         left = len(ring) // L.RECORD_SIZE
         problems.append(

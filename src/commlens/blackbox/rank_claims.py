@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from commlens.blackbox import job_dirs
+from commlens.model.grouping import grouped
 
 NAME: Final = re.compile(r"\.claim-(\d{1,9})-([0-9a-f]{8})-(\d{1,10})-(\d{1,20})-(\d{1,10})")
 
@@ -61,11 +62,11 @@ def of_children(folder: Path) -> dict[int, list[RankClaim]]:
     """Return the claims of the processes that still live, by the pid of the rank that started
     them.
     """
-    found: dict[int, list[RankClaim]] = {}
-    for claim in sorted(_claims(folder)):
-        if not job_dirs.process_has_ended(claim.pid, claim.start_ticks):
-            found.setdefault(claim.started_by, []).append(claim)
-    return found
+    return grouped(
+        (claim.started_by, claim)
+        for claim in sorted(_claims(folder))
+        if not job_dirs.process_has_ended(claim.pid, claim.start_ticks)
+    )
 
 
 def _claims(folder: Path) -> Iterable[RankClaim]:

@@ -1,10 +1,18 @@
-"""Decode a copy of a black box into a RankLog."""
+"""Decodes a copy of a black box into a RankLog.
+
+A record of the ring buffer holds numbers: times, and the positions in the side table of the blobs
+with its group, arguments and stack. docs/protocol.md describes the parts. Whatever is overwritten,
+torn or damaged is left out, and named in ``RankLog.problems``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
 import zlib
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import (
@@ -51,21 +59,19 @@ _TICKS_MASK: Final = (1 << 48) - 1
 _CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # largest adjustment of a wall clock while a job runs
 _TEXT_MAX: Final = 4000  # characters of an exception
 _LIFE_AT: Final = len(L.Record._fields) + 1  # of the first life word in a slot, after the CRC
+_GROUP_AT: Final = L.Record._fields.index("group")
+_STACK_AT: Final = L.Record._fields.index("stack")
 
-_HOW: Final = dict(
-    enumerate(
-        (
-            LearnedHow.NOT_YET,
-            LearnedHow.RETURN,
-            LearnedHow.WAIT,
-            LearnedHow.POLL,
-            LearnedHow.NATIVE_RECORDER,
-            LearnedHow.UNKNOWN,
-            LearnedHow.ENQUEUED,
-            LearnedHow.STARTED,
-        )
-    )
-)
+_HOW: Final = {
+    L.HOW_NOT_YET: LearnedHow.NOT_YET,
+    L.HOW_RETURN: LearnedHow.RETURN,
+    L.HOW_WAIT: LearnedHow.WAIT,
+    L.HOW_POLL: LearnedHow.POLL,
+    L.HOW_NATIVE_RECORDER: LearnedHow.NATIVE_RECORDER,
+    L.HOW_UNKNOWN: LearnedHow.UNKNOWN,
+    L.HOW_ENQUEUED: LearnedHow.ENQUEUED,
+    L.HOW_STARTED: LearnedHow.STARTED,
+}
 _OUTCOME_STATES: Final = {
     L.OUTCOME_COMPLETED: State.COMPLETED,
     L.OUTCOME_FAILED: State.FAILED,
@@ -73,8 +79,32 @@ _OUTCOME_STATES: Final = {
 }
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class _Decoded(dict[Key, Value | None]):
+    """Values that records share, decoded on first use; equal ones are one object."""
+
+    def __init__(self, decode: Callable[[Key], Value | None]) -> None:
+        super().__init__()
+        self._decode = decode
+        self._same: dict[Value, Value] = {}
+
+    def __missing__(self, key: Key) -> Value | None:
+        value = self._decode(key)
+        self[key] = value = value if value is None else self._same.setdefault(value, value)
+        return value
+
+
 class BoxReader:
-    """Decodes a copy of a box. Values that records share are decoded once."""
+    """Decodes a copy of a box.
+
+    Args:
+        parts: of the copy.
+        name: of the box, for sentences.
+        captured_ns: when it was copied, Unix ns; None: now.
+    """
 
     def __init__(self, parts: Parts, name: str, captured_ns: int | None) -> None:
         self.parts = parts
@@ -85,14 +115,12 @@ class BoxReader:
         self.problems = list(parts.identity.problems)
         self.side = SideTable(parts.side, parts.identity.side_size, parts.side_head)
         self.ranks_left = _RANKS_MAX
-        self.channels: dict[int, Channel | None] = {}
-        self.same_channel: dict[Channel, Channel] = {}
-        self.args_by_blob: dict[tuple[int, int], CollectiveArgs | None] = {}
-        self.same_args: dict[CollectiveArgs, CollectiveArgs] = {}
-        self.stacks: dict[int, Stack | None] = {}
-        self.same_stack: dict[Stack, Stack] = {}
-        self.files: dict[str, FrameKind] = {}
-        self.prefixes = kind_prefixes(parts.identity.about)
+        # by the positions of their blobs
+        self.channels = _Decoded(self._decode_channel)
+        self.stacks = _Decoded(self._decode_stack)
+        self.args = _Decoded(self._decode_args)  # by position and code of the reduce op
+        prefixes = kind_prefixes(parts.identity.about)
+        self.kind_of = functools.cache(lambda file: frame_kind(file, prefixes))
         self.unix_offset = self._monotonic_to_unix()
         self.newest = max((record[0] for record in parts.slots), default=0)
         self.issued = self._count_issued()
@@ -125,75 +153,46 @@ class BoxReader:
 
     # --- values that records share
 
-    def channel(self, position: int) -> Channel | None:
-        """Return the channel of a group blob."""
-        if position not in self.channels:
-            blob = self.side.blob(position, GroupJson)
-            channel = None
-            if blob is not None:
-                try:
-                    channel = decode_channel(blob, limit=self.ranks_left)
-                except ValueError:
-                    self.ranks_left //= 2  # a failed attempt costs time, too
-                if channel is not None:
-                    self.ranks_left -= len(channel.group.ranks)
-                    channel = self.same_channel.setdefault(channel, channel)
-            self.channels[position] = channel
-        return self.channels[position]
+    def _decode_channel(self, position: int) -> Channel | None:
+        blob = self.side.blob(position, GroupJson)
+        channel = None
+        if blob is not None:
+            try:
+                channel = decode_channel(blob, limit=self.ranks_left)
+            except ValueError:
+                self.ranks_left //= 2  # a failed attempt costs time, too
+        if channel is not None:
+            self.ranks_left -= len(channel.group.ranks)
+        return channel
 
-    def args(self, position: int, reduce_code: int) -> CollectiveArgs | None:
-        """Return the arguments in a blob, with the reduce op that the watchdog thread recorded
-        later (code + 1; 0: none).
-        """
-        reduce_code = reduce_code if reduce_code <= len(L.REDUCE_OPS) else 0
-        key = (position, reduce_code)
-        if key not in self.args_by_blob:
-            blob = self.side.blob(position, ArgsJson)
-            args = None
-            if blob is not None:
-                args = decode_args(blob, reduce_code)
-                args = self.same_args.setdefault(args, args)
-            self.args_by_blob[key] = args
-        return self.args_by_blob[key]
+    def _decode_args(self, key: tuple[int, int]) -> CollectiveArgs | None:
+        position, reduce_code = key
+        blob = self.side.blob(position, ArgsJson)
+        return decode_args(blob, reduce_code) if blob is not None else None
 
-    def stack(self, position: int) -> Stack | None:
-        """Return the frames of a stack blob."""
-        if position not in self.stacks:
-            blob = self.side.blob(position, StackJson)
-            stack = self.frames(blob.f) if blob is not None else None
-            self.stacks[position] = (
-                stack if stack is None else self.same_stack.setdefault(stack, stack)
-            )
-        return self.stacks[position]
+    def _decode_stack(self, position: int) -> Stack | None:
+        blob = self.side.blob(position, StackJson)
+        return self.frames(blob.f) if blob is not None else None
 
     def text(self, position: int) -> str | None:
         """Return the text of a text or exception blob."""
         blob = self.side.blob(position, TextJson) or self.side.blob(position, ExceptionJson)
         return blob.text if blob is not None else None
 
-    # --- frames
+    def _error(self, position: int) -> str:
+        return (self.text(position) or "an error whose text is lost")[:_TEXT_MAX]
 
     def frames(self, found: tuple[FrameJson, ...]) -> Stack:
         """Return frames with their kinds."""
         return tuple(
             Frame(
-                f.file,
-                max(f.line or 0, 0),
-                f.function,
-                FrameKind.NATIVE if f.native else self.kind_of(f.file),
+                frame.file,
+                max(frame.line or 0, 0),
+                frame.function,
+                FrameKind.NATIVE if frame.native else self.kind_of(frame.file),
             )
-            for f in found
+            for frame in found
         )
-
-    def kind_of(self, file: str) -> FrameKind:
-        """Return the kind of a file, cached."""
-        kind = self.files.get(file)
-        if kind is None:
-            kind = self.files[file] = frame_kind(file, self.prefixes)
-        return kind
-
-    def _error(self, position: int) -> str:
-        return (self.text(position) or "an error whose text is lost")[:_TEXT_MAX]
 
     # --- the log
 
@@ -295,7 +294,7 @@ class BoxReader:
             except ValueError:
                 break
             self.ranks_left -= len(channel.group.ranks)
-            began, stack = self.unix(blob.began), self.stack(blob.stack) or ()
+            began, stack = self.unix(blob.began), self.stacks[blob.stack] or ()
             found.append(
                 Collective(
                     0,
@@ -318,6 +317,10 @@ class BoxReader:
     def _queues(self) -> tuple[list[Collective], list[Collective]]:
         """Return how far the process is in each of its message queues, and its waits for the
         readers of full ones.
+
+        Both are returned as ``dequeue`` calls, numbered by the message: a reader that waits for
+        message 7 has an end with number 7, and a writer into a full queue of 4 messages, which has
+        written 10, waits until all readers have done ``dequeue`` #7.
         """
         ends: list[Collective] = []
         waits: list[Collective] = []
@@ -325,22 +328,21 @@ class BoxReader:
         for each in blob.found if blob is not None else ():
             name = each.hand.store.rpartition("/")[2]
             group = ProcessGroup(name, (), QUEUE, hand_made=each.hand)
-            channel, asked = Channel(group, QUEUE), CollectiveArgs("dequeue", "dequeue")
+            channel, args = Channel(group, QUEUE), CollectiveArgs("dequeue", "dequeue")
             began, waits_to_read = self.unix(each.since), each.op == "dequeue"
-            reads = each.done + waits_to_read if each.hand.member else 0
-            end = Collective(0, channel, reads, asked, State.COMPLETED, began, began)
-            end.wait_began_ns = began * waits_to_read
+            reads = each.done + waits_to_read if each.hand.member else 0  # member 0 writes
+            end = Collective(0, channel, reads, args, State.COMPLETED, began, began)
+            end.wait_began_ns = began if waits_to_read else 0
             ends.append(end)
-            # the message whose place the next one takes
-            first = each.done + 1 - each.holds
+            first = each.done + 1 - each.holds  # the oldest message in the queue, if it is full
             if each.op == "enqueue" and self.status.queue_since_mono_ns and first > 0:
-                stack = self.stack(each.stack) or ()
+                stack = self.stacks[each.stack] or ()
                 waits.append(
                     Collective(
                         0,
                         channel,
                         first,
-                        asked,
+                        args,
                         State.ISSUED,
                         began,
                         began,
@@ -351,6 +353,9 @@ class BoxReader:
         return ends, waits
 
     def _exception(self) -> tuple[str | None, Stack, str, Refusal | None]:
+        """Return the uncaught exception's first line, the stack where it was raised, the assertion
+        that failed in a kernel, and the refusal that it is.
+        """
         status = self.status
         if not status.exception:
             return "a non-zero exit status" if status.closed_by_exception else None, (), "", None
@@ -373,7 +378,7 @@ class BoxReader:
             Hazard(
                 each.what,
                 each.times,
-                self.stack(each.stack) or (),
+                self.stacks[each.stack] or (),
                 each.group,
                 self._touch(each.touch) if each.touch is not None else None,
             )
@@ -382,41 +387,35 @@ class BoxReader:
         return [each for each in hazards if each.source is not None]
 
     def _touch(self, read: TouchJson) -> Touch:
-        stack = self.stack(read.stack) or ()
+        stack = self.stacks[read.stack] or ()
         return Touch(read.op, read.access, read.operand, read.tensor, stack)
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
-        """Return the newest intact evidence slot. The other one may be in the middle of a write."""
-        best: tuple[int, int, memoryview] | None = None
-        for number, content in enumerate(self.parts.evidence):
-            slot = memoryview(content)
-            if len(slot) < L.EVIDENCE.size:
-                continue
-            length, crc, count, taken = L.EVIDENCE.unpack_from(slot)
-            payload = slot[L.EVIDENCE.size : L.EVIDENCE.size + length]
-            if (
-                (best is None or count > best[0])
-                and count % 2 == number
-                and len(payload) == length
-                and count
-            ):
-                if crc != zlib.crc32(payload):
-                    continue
-                best = (count, taken, payload)
+        """Return the threads' stacks in the newest intact evidence slot, and when they were taken.
+        The writer fills the two slots in turn: one may be in the middle of a write.
+        """
+        slots = map(_intact_evidence, range(2), self.parts.evidence)
+        newest = max(filter(None, slots), default=None)
         threads: tuple[ThreadJson, ...] | None = None
-        if best is not None:
-            try:
-                threads = decode_evidence(bytes(best[2])).threads
-            except (ValueError, RecursionError):
-                threads = None
-        if best is None or threads is None:
+        if newest is not None:
+            with contextlib.suppress(ValueError, RecursionError):
+                threads = decode_evidence(newest[2]).threads
+        if newest is None or threads is None:
             if self.status.evidence_number:
                 self.problems.append("the threads' stacks could not be read")
             return [], 0
-        taken_ns = self.unix(best[1])
+        taken_ns = self.unix(newest[1])
         return [
-            ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main, t.locked_out, t.in_lock)
-            for t in threads
+            ThreadStack(
+                each.tid,
+                each.name,
+                self.frames(each.f),
+                taken_ns,
+                each.main,
+                each.locked_out,
+                each.in_lock,
+            )
+            for each in threads
         ], taken_ns
 
     def _count_issued(self) -> int:
@@ -437,16 +436,14 @@ class BoxReader:
         lost_channels = lost_args = lost_stacks = 0
         for index in sorted(held)[-(at_most or len(held) or 1) :]:
             record = held[index]
-            channel = self.channel(record[2])
-            if channel is None:
-                lost_channels += 1
-                continue
-            collective = self._collective(record, channel)
+            channel = self.channels[record[_GROUP_AT]]
+            collective = self._collective(record, channel) if channel is not None else None
             if collective is None:
                 lost_channels += 1
                 continue
             lost_args += collective.args.dispatcher_op == "unknown"
-            lost_stacks += record[4] != 0 and self.stack(record[4]) is None
+            stack = record[_STACK_AT]
+            lost_stacks += stack != 0 and self.stacks[stack] is None
             result.append(collective)
         if at_most is not None:
             return result  # the others are left out on purpose
@@ -478,7 +475,7 @@ class BoxReader:
         if flags & L.FLAG_ENTERED:
             entered_ns = announced_ns
         source = asked if flags & L.FLAG_ANY_SOURCE else 0
-        args = self.args(announced.asked, 0 if source else asked) or _lost_args(announced)
+        args = self.args[announced.asked, 0 if source else asked] or _lost_args(announced)
         if args is None:
             return None
         result, how = (outcome >> 8) & 0xFF, outcome & 0xFF
@@ -498,7 +495,7 @@ class BoxReader:
             wait_ended_ns=ended_ns,
             done_ns=done_ns,
             learned_how=_HOW.get(how, LearnedHow.UNKNOWN),
-            stack=self.stack(announced.stack) or (),
+            stack=self.stacks[announced.stack] or (),
             issue_thread=announced.thread,
             wait_thread=outcome >> 16,
             peer=announced.peer if announced.peer >= 0 else None,
@@ -513,6 +510,18 @@ class BoxReader:
             captured=bool(flags & L.FLAG_CAPTURE),
             took_from=_member(channel, source - 1),
         )
+
+
+def _intact_evidence(slot: int, content: bytes) -> tuple[int, int, bytes] | None:
+    """Return the number of the write that filled an evidence slot, when the stacks were taken
+    (CLOCK_MONOTONIC ns) and the payload; None if the slot is empty, torn or damaged.
+    """
+    if len(content) < L.EVIDENCE.size:
+        return None
+    length, crc, number, taken = L.EVIDENCE.unpack_from(content)
+    payload = content[L.EVIDENCE.size : L.EVIDENCE.size + length]
+    is_whole = len(payload) == length and crc == zlib.crc32(payload)
+    return (number, taken, payload) if number and number % 2 == slot and is_whole else None
 
 
 def _lost_args(announced: L.Record) -> CollectiveArgs | None:

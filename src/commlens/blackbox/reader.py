@@ -148,8 +148,8 @@ class OpenBox:
         newest: int | None = None,
         with_nccl: bool | None = None,
     ) -> RankLog:
-        """Read the whole box, or only its ``newest`` records, which is much cheaper. What NCCL told
-        is in a file of its own, which is read with all records, or if asked for.
+        """Read the whole box, or only its ``newest`` records, which is much cheaper. NCCL's
+        events are in a file of their own, which is read with all records, or if asked for.
         """
         reader = BoxReader(self._parts(newest), self.name, captured_ns)
         log = reader.log(newest)
@@ -164,7 +164,7 @@ class OpenBox:
     def stacks(self, positions: Iterable[int]) -> dict[int, Stack | None]:
         """Return the stacks at these positions of the side table; None for those overwritten."""
         reader = BoxReader(self._parts(1), self.name, None)
-        return {position: reader.stack(position) for position in positions}
+        return {position: reader.stacks[position] for position in positions}
 
     def packed(self, *, newest: int | None = None) -> bytes:
         """Return a packed copy for a dump, of the whole box or only its ``newest`` records. Torn
@@ -176,7 +176,7 @@ class OpenBox:
         return pack(parts, newest)
 
     def _nccl(self, reader: BoxReader) -> NcclRecord | None:
-        """Return what NCCL told the process by now, if its plugin is on."""
+        """Return NCCL's events so far, if its plugin is on."""
         identity = self.identity
         return read_beside(self.path, identity.pid, identity.start_ticks, reader.unix_offset)
 
