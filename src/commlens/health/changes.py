@@ -138,7 +138,7 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
     """Return the events between two looks.
 
     Args:
-        first: an earlier look, or the same as ``before``: it tells what is usual.
+        first: an earlier look, or the same as ``before``: it shows what is usual.
         before: the look after which it happened.
         after: the look that shows it.
     """
@@ -212,7 +212,7 @@ def shifted(event: HealthEvent, by_ns: int) -> HealthEvent:
 
 
 def is_down(values: Sources, part: str) -> bool | None:
-    """Return whether a network part is down at a look; None if it is not told."""
+    """Return whether a network part is down at a look; None if it is unknown."""
     for source, good in WORKING.items():
         state = values.get(source, {}).get(part, {}).get("state")
         if state is not None:

@@ -1,9 +1,12 @@
 """Watches a node's hardware for the watcher: looks at the start, once a minute, and at once when a
 stall is suspected.
 
-All reading is done by one thread of its own, because a file of a broken device may block for ever;
-no caller waits for it without a limit. A source that takes more than its share of CPU time is read
-less often, so that all together take 50 ms a minute or less.
+A *look* reads the present values of all sources (:class:`NodeSampler`): links, GPUs, counters of
+errors, the kernel's log. What changed between two looks is an event (:class:`NodeRecord`), such as
+``link-down`` of mlx5_0. :class:`Monitor` does all reading in one thread of its own, because a file
+of a broken device may block for ever; no caller waits for it without a limit. A source that takes
+more than its share of CPU time is read less often, so that all together take 50 ms a minute or
+less.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from commlens.health.gpus import Gpus
 from commlens.health.host import has_pressure, read_host, read_nfs
 from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
-from commlens.health.places import RankOfNode
 from commlens.health.sources import ROOT, UnreadableError
 from commlens.health.topology import NodeLayout, find_layout, read_inventory
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
@@ -112,7 +114,7 @@ class NodeRecord:
 
     def health(
         self,
-        ranks: Sequence[RankOfNode] = (),
+        ranks: Sequence[places.RankOfNode] = (),
         gpu_of_pid: Mapping[int, str] = MappingProxyType({}),
         not_read: Sequence[NotRead] = (),
         ras_report: RasReport | None = None,
@@ -246,15 +248,15 @@ class Monitor:
         self._topology = topology
         self._layout = NodeLayout()
         self._job_environment: Mapping[str, str] | None = None  # of a rank, until it was used
-        self._wanted = threading.Event()
-        self._looked = threading.Condition()
-        self._looks = 0  # finished ones that were asked for
-        self._asked = 0
+        self._wanted = threading.Event()  # there is something to do for the thread
+        self._looked = threading.Condition()  # a look has ended, or the thread
+        self._asked = 0  # looks that were asked for
+        self._looks = 0  # how many of these are done
         self._closed = False
         self._record = NodeRecord(self._host, past=past)
         self._sampler: NodeSampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
-        self._environment: Mapping[str, str] | None = None  # of a rank, to ask RAS
+        self._environment: Mapping[str, str] | None = None  # of a rank, until RAS was asked
         self._ras: RasReport | None = None
         self._thread = threading.Thread(target=self._run, name="commlens-health", daemon=True)
         self._thread.start()
@@ -292,7 +294,9 @@ class Monitor:
         """The values of the last look, by source."""
         return self._record.values
 
-    def report(self, ranks: Sequence[RankOfNode], *, wait_s: float = LOOK_WAIT_S) -> NodeHealth:
+    def report(
+        self, ranks: Sequence[places.RankOfNode], *, wait_s: float = LOOK_WAIT_S
+    ) -> NodeHealth:
         """Return the state of the node, with a fresh look and RAS's answer if they come in time.
 
         Args:
@@ -306,10 +310,10 @@ class Monitor:
             self._looked.wait_for(
                 lambda: (self._looks >= asked and self._environment is None) or self._closed, wait_s
             )
-            complete = self._looks >= asked or self._closed
+            is_complete = self._looks >= asked or self._closed
         sampler = self._sampler
         not_read = sampler.not_read if sampler is not None else []
-        if not complete:
+        if not is_complete:
             not_read.append(NotRead("this node", "a source did not answer in time"))
         health = self._record.health(ranks, self._gpu_of_pid, not_read, self._ras)
         return self._layout.add_to(health)
@@ -414,7 +418,8 @@ def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent
     """Return events in the order of their times: each failure once, its interface by name, and
     whether it is over.
 
-    A counter shows within a minute an event that the kernel's log dates to the microsecond.
+    The kernel's log dates an event to the microsecond, where a counter shows only that it was
+    between two looks: then the log's event is kept.
     """
     names = places.part_names(first.values)
     other_names = places.aliases(first.values)
@@ -428,7 +433,7 @@ def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent
     for event in named:
         at_ns = exact.get((event.what, event.part), 0)
         if event.since_ns and event.since_ns <= at_ns <= event.at_ns:
-            continue  # the kernel tells it better
+            continue  # the kernel's log has the same event
         second = event.at_ns // 1_000_000_000
         key = (event.what, event.part, event.number, second)
         over = _is_over(event, named, last)

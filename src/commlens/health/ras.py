@@ -1,7 +1,9 @@
-"""A client of NCCL's RAS service, which any NCCL job from 2.24 on offers on a local port.
+"""A client of NCCL's RAS service, which any NCCL job from 2.24 on offers on a local port: it knows
+which ranks of a communicator have launched fewer collectives than others, and which are silent.
 
 The protocol is lines of text: after a greeting and a timeout, one command, whose answer ends with
-the connection. From about 2.28 on the answer can be JSON.
+the connection. From about 2.28 on the answer can be JSON, with the counts of all ranks; the text
+names only ranks that differ.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -192,18 +194,18 @@ def _as_model(rank: _RasRank) -> RasRank:
 
 
 def _ranks_behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int]]:
-    """Return the op that some ranks have launched fewer times than the others, and these ranks."""
-    ops = {op for each in counts.values() for op in each}
-    spread = {
-        op: max(each.get(op, 0) for each in counts.values())
-        - min(each.get(op, 0) for each in counts.values())
-        for op in ops
-    }
-    worst = max(sorted(spread), key=lambda op: spread[op], default="")
+    """Return the op in whose count the ranks of a communicator differ most, and the ranks that have
+    launched it fewer times than others; none if all counts are equal. ``counts`` are by rank and
+    op.
+    """
+    ops = sorted({op for each in counts.values() for op in each})
+    by_op = {op: {rank: each.get(op, 0) for rank, each in counts.items()} for op in ops}
+    spread = {op: max(launched.values()) - min(launched.values()) for op, launched in by_op.items()}
+    worst = max(ops, key=lambda op: spread[op], default="")
     if not worst or not spread[worst]:
         return "", set()
-    most = max(each.get(worst, 0) for each in counts.values())
-    return worst, {rank for rank, each in counts.items() if each.get(worst, 0) < most}
+    most = max(by_op[worst].values())
+    return worst, {rank for rank, launched in by_op[worst].items() if launched < most}
 
 
 # --- text
@@ -253,28 +255,33 @@ def _sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
 def _behind_in_text(lines: list[str]) -> tuple[str, list[RasRank]]:
     """Return the first op in whose count ranks differ, and the ranks that launched fewer than the
     others; none if the text does not list them.
+
+    A line on a group of ranks is followed by lines on each, unless they are most of all ranks; a
+    rank's own line may have the count in place of the group's::
+
+          Communicator ranks have different AllReduce operation counts
+          14 ranks have launched up to operation 54
+          1 ranks have launched up to operation 52
+          Rank 3 -- GPU 3 managed by process 4121 on node n07
+          Rank 4 has launched up to operation 53 -- GPU 4 managed by process 4122 on node n07
     """
-    op, count = "", 0
-    most = 0
-    listed: dict[int, list[RasRank]] = {}
-    for line in lines:
-        if found := _COUNTS.match(line):
-            if op:
-                break
-            op = found[1]
-        elif op and (found := _GROUP.match(line)):
-            count = int(found[2] or 0)
-            most = max(most, count)
+    heads = [(at, found[1]) for at, line in enumerate(lines) if (found := _COUNTS.match(line))]
+    if not heads:
+        return "", []
+    (first, op), (end, _) = [*heads, (len(lines), "")][:2]
+    count = 0
+    listed: dict[int, list[RasRank]] = {}  # ranks by their count
+    for line in lines[first + 1 : end]:
+        if group := _GROUP.match(line):
+            count = int(group[2] or 0)
             listed.setdefault(count, [])
-        elif op and (found := _RANK.match(line)):
-            if found[2] or found[3]:
-                count = int(found[2] or 0)
-                most = max(most, count)
-            listed.setdefault(count, []).append(_named(found))
-    behind = [rank for count, ranks in listed.items() if count < most for rank in ranks]
-    return op, behind
+        elif rank := _RANK.match(line):
+            if rank[2] or rank[3]:
+                count = int(rank[2] or 0)
+            listed.setdefault(count, []).append(_named(rank))
+    most = max(listed, default=0)
+    return op, [rank for count, ranks in listed.items() if count < most for rank in ranks]
 
 
 def _named(found: re.Match[str]) -> RasRank:
-    groups: tuple[Any, ...] = found.groups()
-    return RasRank(int(groups[0]), int(groups[3] or 0), groups[4] or "")
+    return RasRank(int(found[1]), int(found[4] or 0), found[5] or "")

@@ -96,17 +96,17 @@ def find_layout(
         sources: the values of a look at the node.
         inventory: the user's.
     """
-    told = inventory.of(host) if inventory is not None else HostPlace()
+    listed = inventory.of(host) if inventory is not None else HostPlace()
     files = (environment.get(name, "") for name in TOPOLOGY_VARIABLES[:2])
     gpus = gpus_by_index(sources)
     found = (
-        {gpus[index]: nic for index, nic in enumerate(told.rails) if nic and index in gpus},
+        {gpus[index]: nic for index, nic in enumerate(listed.rails) if nic and index in gpus},
         *(_of_nccl(file, sources) for file in files),
         _of_pci_tree(root, sources),
     )
     return NodeLayout(
-        told.leaf or leaf_of_slurm(environment),
-        told.rack,
+        listed.leaf or leaf_of_slurm(environment),
+        listed.rack,
         next((each for each in found if each), {}),
     )
 

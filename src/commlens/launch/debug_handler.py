@@ -67,10 +67,8 @@ class DebugHandler:
     def _look(self) -> tuple[str, bytes]:
         """Take a dump, and return the verdict and the page."""
         with tempfile.TemporaryDirectory(prefix="commlens-") as folder:
-            said, page = (
-                _run("dump", "--output", folder, str(self._pid)),
-                Path(folder) / "page.html",
-            )
+            page = Path(folder) / "page.html"
+            said = _run("dump", "--output", folder, str(self._pid))
             if any(dumps := sorted(Path(folder).glob("*/"))):
                 said = _run("diagnose", str(dumps[0]), "--html", str(page))
             return said, page.read_bytes() if page.exists() else said.encode()

@@ -177,58 +177,63 @@ def launch(argv: Sequence[str]) -> int:
     _check_program(arguments)
     by_action = arguments.commlens_exit_by_action
     settings = _take_settings(arguments)
+    tracing = settings.trace is not None and _trace_workers(arguments, settings)
+    started = time.time()
+    try:
+        return _run(arguments, settings, by_action=by_action, tracing=tracing)
+    finally:
+        if tracing:
+            _print_trace_summary(settings.trace_dir, since=started)
 
+
+class _JobEnd:
+    """Ends the workers because of a verdict, as torchrun does on SIGTERM. The verdict says why, so
+    torchrun's own report is left out.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = True  # torchrun
+        self.has_begun = False
+        self.why = ""
+
+    def __call__(self, why: str) -> None:
+        # once the workers have ended by themselves, the signal would interrupt the watcher's last
+        # words
+        if self.is_running:
+            self.has_begun, self.why = True, why
+            logging.disable(logging.WARNING)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(
+    arguments: argparse.Namespace, settings: Settings, *, by_action: bool, tracing: bool
+) -> int:
+    """Run torchrun with a watcher beside it. Returns the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
-    failures: dict[int, tuple[int, int]] = {}
-    is_running, was_aborted, why_aborted = True, False, ""
-
-    def end_job(why: str) -> None:
-        """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own
-        report is left out.
-        """
-        nonlocal was_aborted, why_aborted
-        if not is_running:
-            # the workers have ended by themselves, and the signal would interrupt the watcher's
-            # last words
-            return
-        was_aborted, why_aborted = True, why
-        logging.disable(logging.WARNING)
-        os.kill(os.getpid(), signal.SIGTERM)
-
+    end_job = _JobEnd()
+    failures: dict[int, tuple[int, int]] = {}  # (pid, exit code) by rank, for the watcher
     watching: contextlib.AbstractContextManager[Watcher | None] = contextlib.nullcontext()
     watcher = None
-    tracing = settings.trace is not None and _trace_workers(arguments, settings)
-    started = time.time()
     if settings.box_entries:
-        if not tracing:
-            _record_workers(arguments)
-        os.environ.update(settings_environment(settings))
-        os.environ[SWITCH] = "1"
-        torch_recorder.switch_on(timing=settings.timing)
-        if building := background_build.start(settings):
-            print(f"commlens: {building}", file=sys.stderr)
+        _switch_on_recording(arguments, settings, tracing=tracing)
         watching = _watching(settings, failures, end_job)
     try:
         with watching as watcher:
             try:
                 record(run)(arguments)
             except ChildFailedError as error:
-                failures.update(
-                    {
-                        rank: (failure.pid, failure.exitcode)
-                        for rank, failure in error.failures.items()
-                    }
-                )
+                for rank, failure in error.failures.items():
+                    failures[rank] = failure.pid, failure.exitcode
                 raise
             finally:
-                is_running = False
+                end_job.is_running = False
     except Exception as error:
-        if was_aborted:
+        if end_job.has_begun:
             # torchrun has written that it was ended by SIGTERM
-            error_file.write(os.environ, why_aborted, overwrite=True)
+            error_file.write(os.environ, end_job.why, overwrite=True)
             return _exit_status(watcher, by_action=by_action)
         show_from_program(error)
         if isinstance(error, ChildFailedError):
@@ -238,10 +243,22 @@ def launch(argv: Sequence[str]) -> int:
             print(f"commlens: this launcher did not join the job: {advice}.", file=sys.stderr)
         # ended from outside, by Ctrl-C, scancel or a scheduler: that says nothing of a restart
         return _exit_status(watcher, by_action=by_action and not isinstance(error, SignalException))
-    finally:
-        if tracing:
-            _print_trace_summary(settings.trace_dir, since=started)
     return 0
+
+
+def _switch_on_recording(
+    arguments: argparse.Namespace, settings: Settings, *, tracing: bool
+) -> None:
+    """Set what the workers inherit: the settings, and the switches of commlens and of torch's
+    recorder. Workers that are traced load commlens anyway.
+    """
+    if not tracing:
+        _record_workers(arguments)
+    os.environ.update(settings_environment(settings))
+    os.environ[SWITCH] = "1"
+    torch_recorder.switch_on(timing=settings.timing)
+    if building := background_build.start(settings):
+        print(f"commlens: {building}", file=sys.stderr)
 
 
 def _check_program(arguments: argparse.Namespace) -> None:

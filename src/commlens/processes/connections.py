@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
+from commlens.model.grouping import grouped
 from commlens.processes.process import read_lines, read_text, socket_inodes
 
 ESTABLISHED: Final = "01"
@@ -47,10 +47,11 @@ def links_between(pids: Iterable[int]) -> dict[tuple[int, int], bool]:
     connect members of a group so; a server, such as a store, mostly has a port of its own.
     """
     first_free = int((read_text("/proc/sys/net/ipv4/ip_local_port_range") or "32768").split()[0])
-    ends: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for pid in sorted(pids):
-        for namespace, row in _connections_of(pid):
-            ends[namespace, row.local, row.remote].append(pid)
+    ends = grouped(
+        ((namespace, row.local, row.remote), pid)
+        for pid in sorted(pids)
+        for namespace, row in _connections_of(pid)
+    )
     found: dict[tuple[int, int], bool] = {}
     for (namespace, local, remote), holders in ends.items():
         free = min(port_of(local), port_of(remote)) >= first_free

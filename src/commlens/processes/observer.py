@@ -1,4 +1,11 @@
-"""Observes the ranks' processes from outside over a sliding window."""
+"""Observes the ranks' processes from outside, over a sliding window of 10 s: whether a process
+works, sleeps, is stopped, gets no core, holds the GIL, or how it ended.
+
+:meth:`Observer.sample` is called ten times a second while something is wrong, and reads a process's
+state and counters; :meth:`Observer.observe` sums the window's samples up to one
+:class:`~commlens.model.ranklog.Observation`. Stacks are read by py-spy only where the rank's own
+watchdog thread cannot record them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,6 @@ from commlens.model.frames import frame_kind
 from commlens.model.ranklog import End, Observation
 from commlens.processes import blocked, process, pyspy
 from commlens.processes.cgroup import Cgroup
-from commlens.processes.pyspy import TIMEOUT_S, Classify, InBackground, Stacks
 
 WINDOW_S: Final = 10.0
 SILENT_S: Final = 1.5
@@ -64,27 +70,31 @@ class _Counts(NamedTuple):
 
 @dataclass
 class _Subject:
+    """A process that is observed."""
+
     pid: int
     start_ticks: int
-    classify: Classify
+    classify: pyspy.Classify
     cgroup: Cgroup
-    oom_kills_before: int | None
+    oom_kills_before: int | None  # None: the counter cannot be read
+    # --- of the window
     samples: deque[_Sample] = field(default_factory=deque)
     counts: deque[_Counts] = field(default_factory=deque)
-    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and the waits for a core
+    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and process.cpu_waits_ns
     core_waits: deque[tuple[int, dict[int, tuple[int, int]]]] = field(default_factory=deque)
-    sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
-    served: int = 0  # bytes that a store in which watchers meet has moved so far
-    unsent: int = 0
-    # (CLOCK_MONOTONIC ns, seconds so far)
+    # CLOCK_MONOTONIC ns, and the seconds so far for which the CPU quota stopped it (-1: unknown)
     throttled: deque[tuple[int, float]] = field(default_factory=deque)
-    pressure: float | None = None
-    pending: InBackground[Stacks] | None = None
-    stacks: Stacks | None = None
-    stacks_at: float = 0.0  # time.monotonic()
-    libraries: list[str] = field(default_factory=list)
+    # --- as of the last reading
+    sockets: dict[int, int] = field(default_factory=dict)  # bytes moved so far, by inode
+    served: int = 0  # bytes that a store in which watchers meet has moved so far
+    unsent: int = 0  # bytes that its connections' other sides have not acknowledged
+    pressure: float | None = None  # of memory, percent
+    libraries: list[str] = field(default_factory=list)  # that communicate past torch
     libraries_at: float = -_LIBRARIES_EVERY_S  # time.monotonic()
-    end: Observation | None = None
+    pending: pyspy.InBackground[pyspy.Stacks] | None = None  # a py-spy that runs
+    stacks: pyspy.Stacks | None = None  # its last answer
+    stacks_at: float = 0.0  # time.monotonic()
+    end: Observation | None = None  # once it has ended
 
 
 class Observer:
@@ -109,7 +119,10 @@ class Observer:
         """
 
     def add(
-        self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])
+        self,
+        pid: int,
+        start_ticks: int,
+        classify: pyspy.Classify = lambda file: frame_kind(file, []),
     ) -> None:
         """Observe a process. ``classify`` returns the kind of code in a file, for stacks that
         py-spy reads.
@@ -161,7 +174,8 @@ class Observer:
         stats = [stat for child in children if (stat := process.read_stat(child)) is not None]
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
         counted = [process.io_bytes(each) for each in (subject.pid, *children)]
-        # after these of a process that serves a store: what it has served until then is subtracted
+        # Of a process that serves a store, what it has served is subtracted from these counts: its
+        # connections must be read after them.
         is_old = now - self._tcp_at > _COUNTS_EVERY_S * 5e8
         if is_old or self._serves_store(subject):
             self._tcp, self._tcp_at = process.tcp_sockets(), now
@@ -323,8 +337,8 @@ class Observer:
 
     def _box_lacks_stacks(self, subject: _Subject) -> bool:
         """Return whether the watchdog thread cannot record stacks, or beats and has recorded none
-        since the last collective, although it had the time: with a hundredth of a core it does one
-        and not the other.
+        since the last collective, although it had the time: with a hundredth of a core, a thread
+        beats and gets to nothing else.
         """
         samples = subject.samples
         return self._watchdog_is_silent(subject) or (
@@ -342,9 +356,9 @@ class Observer:
             and subject.pending is None
             and not (subject.stacks and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S)
         ):
-            subject.pending = InBackground(
+            subject.pending = pyspy.InBackground(
                 partial(pyspy.take, subject.pid, subject.classify),
-                lambda error: Stacks([], f"py-spy failed: {error}"),
+                lambda error: pyspy.Stacks([], f"py-spy failed: {error}"),
             )
 
     def _collect(self, subject: _Subject, wait_s: float) -> None:
@@ -353,8 +367,8 @@ class Observer:
         result = subject.pending.wait(wait_s)
         if result is not None:
             subject.stacks, subject.stacks_at, subject.pending = result, time.monotonic(), None
-        elif time.monotonic() - subject.pending.started_at > TIMEOUT_S + 1:
-            subject.stacks, subject.pending = Stacks([], "py-spy did not answer"), None
+        elif time.monotonic() - subject.pending.started_at > pyspy.TIMEOUT_S + 1:
+            subject.stacks, subject.pending = pyspy.Stacks([], "py-spy did not answer"), None
 
 
 def _silent_s(pulse: Pulse, now: int) -> float:

@@ -41,6 +41,12 @@ _NETLINK_SOCK_DIAG: Final = 4
 _SOCK_DIAG_BY_FAMILY: Final = 20
 # nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
 _DIAG_HEADER: Final = struct.Struct("=IHHIIBBBBI")
+# nlmsghdr and inet_diag_msg: size and kind of the message, the own port (in network order), bytes
+# in the send queue, the user, the inode; attributes follow
+_DIAG_SOCKET: Final = struct.Struct("=IH14x2s54xIII")
+_ATTRIBUTE: Final = struct.Struct("=HH")  # size, and name
+_INET_DIAG_INFO: Final = 2  # the attribute that holds struct tcp_info
+_TCP_BYTES_AT: Final = 120  # in that: bytes acknowledged, bytes received
 
 
 @dataclass(frozen=True)
@@ -292,42 +298,37 @@ def tcp_sockets() -> dict[int, TcpSocket]:
     none if it is not available.
     """
     found: dict[int, TcpSocket] = {}
-    try:
-        with socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG
-        ) as link:
-            link.settimeout(1.0)
-            for family in (socket.AF_INET, socket.AF_INET6):
-                link.send(
-                    _DIAG_HEADER.pack(
-                        72, _SOCK_DIAG_BY_FAMILY, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2
-                    )
-                    + bytes(48)
-                )
-                while _add_sockets(link.recv(1 << 17), found):
-                    pass
-    except (OSError, struct.error):
-        pass
+    kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+    with (
+        contextlib.suppress(OSError, struct.error),
+        socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG) as link,
+    ):
+        link.settimeout(1.0)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            request = _DIAG_HEADER.pack(
+                72, _SOCK_DIAG_BY_FAMILY, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2
+            )
+            link.send(request + bytes(48))
+            while _add_sockets(link.recv(1 << 17), found):
+                pass
     return found
 
 
 def _add_sockets(answer: bytes, found: dict[int, TcpSocket]) -> bool:
     """Add the sockets in one answer. Returns whether more answers follow."""
     at = 0
-    while at + 88 <= len(answer):
-        size, kind = struct.unpack_from("=IH", answer, at)
+    while at + _DIAG_SOCKET.size <= len(answer):
+        size, kind, port, unsent, _, inode = _DIAG_SOCKET.unpack_from(answer, at)
         if kind != _SOCK_DIAG_BY_FAMILY:
             return False
-        unsent, _, inode = struct.unpack_from("=III", answer, at + 76)
-        (port,) = struct.unpack_from("!H", answer, at + 20)
-        attribute, end = at + 88, at + size
-        while attribute + 4 <= end:
-            length, name = struct.unpack_from("=HH", answer, attribute)
-            if name == 2 and length >= 140:  # INET_DIAG_INFO: struct tcp_info
-                found[inode] = TcpSocket(
-                    sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent, port
-                )
-            attribute += max(4, (length + 3) & ~3)
+        attribute, end = at + _DIAG_SOCKET.size, at + size
+        while attribute + _ATTRIBUTE.size <= end:
+            length, name = _ATTRIBUTE.unpack_from(answer, attribute)
+            counts_at = attribute + _ATTRIBUTE.size + _TCP_BYTES_AT
+            if name == _INET_DIAG_INFO and attribute + length >= counts_at + 16:
+                moved = sum(struct.unpack_from("=QQ", answer, counts_at))
+                found[inode] = TcpSocket(moved, unsent, int.from_bytes(port, "big"))
+            attribute += max(4, (length + 3) & ~3)  # attributes and messages are aligned to 4 bytes
         at += max(16, (size + 3) & ~3)
     return at > 0 and at >= len(answer)
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.processes import process
-from commlens.processes.process import has_torch
 
 
 class RankProcess(NamedTuple):
@@ -70,7 +69,7 @@ def one_of_each(candidates: Sequence[RankProcess]) -> list[RankProcess]:
     there: of unrelated processes, the newest one counts.
     """
     newest = max((one.restart for one in candidates), default=0)
-    loaded = functools.cache(has_torch)
+    loaded = functools.cache(process.has_torch)
     best: dict[int, RankProcess] = {}
     for one in sorted(candidates, key=lambda one: one.start_ticks):
         known = best.get(one.rank)

@@ -32,7 +32,7 @@ from commlens.processes.ranks import RankProcess, one_of_each
 def test_of_two_processes_with_one_rank(
     monkeypatch: pytest.MonkeyPatch, parents: dict[int, int], with_torch: set[int], counts: int
 ) -> None:
-    monkeypatch.setattr(ranks, "has_torch", with_torch.__contains__)
+    monkeypatch.setattr(ranks.process, "has_torch", with_torch.__contains__)
     monkeypatch.setattr(ranks.job_dirs, "parent_of", lambda pid: parents.get(pid, 1))
     both = [RankProcess(0, pid, start_ticks=pid) for pid in (20, 10)]
     assert [one.pid for one in one_of_each(both)] == [counts]
@@ -45,7 +45,7 @@ def test_the_memory_map_of_a_process_is_read_once(monkeypatch: pytest.MonkeyPatc
         read.append(pid)
         return True
 
-    monkeypatch.setattr(ranks, "has_torch", has_torch)
+    monkeypatch.setattr(ranks.process, "has_torch", has_torch)
     monkeypatch.setattr(ranks.job_dirs, "parent_of", lambda pid: 10 if pid > 10 else 1)
     workers = [RankProcess(0, pid, start_ticks=pid) for pid in range(10, 14)]
     assert [one.pid for one in one_of_each([*workers, RankProcess(1, 9, 9)])] == [10, 9]
@@ -53,7 +53,7 @@ def test_the_memory_map_of_a_process_is_read_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_processes_from_before_a_restart_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "has_torch", {10}.__contains__)
+    monkeypatch.setattr(ranks.process, "has_torch", {10}.__contains__)
     monkeypatch.setattr(ranks.job_dirs, "parent_of", lambda _: 1)
     found = one_of_each(
         [
