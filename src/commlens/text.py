@@ -89,14 +89,14 @@ def short_duration(ns: float) -> str:
     """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``: two or three digits, for the time of one collective
     or one step.
     """
-    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if ns >= factor * 0.9995 or unit == "us":
-            shown = ns / factor
-            return (
-                f"{shown:.{0 if shown >= 9.95 or not shown else 1 if shown >= 0.9995 else 2}f}"
-                f" {unit}"
-            )
-    return ""
+    unit, factor = "us", 1e3
+    if ns >= 0.9995e9:
+        unit, factor = "s", 1e9
+    elif ns >= 0.9995e6:
+        unit, factor = "ms", 1e6
+    shown = ns / factor
+    digits = 0 if shown >= 9.95 or not shown else 1 if shown >= 0.9995 else 2
+    return f"{shown:.{digits}f} {unit}"
 
 
 def size(amount: float) -> str:

@@ -54,28 +54,29 @@ class ConvertCommand:
         _check_target(target, in_folder, arguments.force)
         files = discover(arguments.paths, prefix=arguments.prefix)
         problems = list(files.problems)
-        count = [0, 0]
+        ranks = operations = 0
+        groups: set[str] = set()
 
         def several() -> Iterator[RankColumns]:
+            nonlocal ranks, operations
             for rows in read_ranks(files, problems, ranks=arguments.ranks):
                 chosen = rows.in_groups(arguments.group) if arguments.group else rows
-                count[0] += 1
-                say(f"{count[0]} ranks")
-                count[1] += len(chosen)
+                ranks += 1
+                say(f"{ranks} ranks")
+                operations += len(chosen)
                 groups.update(group_names(rows.channels))
                 yield chosen
             # Raised in here, so that a file that was begun is deleted.
-            if not count[0]:
+            if not ranks:
                 raise EvidenceError(
                     "There is nothing to convert, because no rank's dump could be read."
                 )
-            if not count[1] and arguments.group:
+            if not operations and arguments.group:
                 raise CommandError(
                     f"No operation belongs to group {' or '.join(arguments.group)}. Groups:"
                     f" {', '.join(sorted(groups)) or 'unknown'}."
                 )
 
-        groups: set[str] = set()
         try:
             with working("Converting dumps") as say:
                 if in_folder:
@@ -90,7 +91,7 @@ class ConvertCommand:
             for text in dict.fromkeys(problems):
                 print(f"commlens: {text}", file=sys.stderr)
         where = f"{target}/" if in_folder else str(target)
-        print(f"Wrote {count[1]} operations of {count[0]} ranks to {where}", file=sys.stderr)
+        print(f"Wrote {operations} operations of {ranks} ranks to {where}", file=sys.stderr)
         return 0
 
 

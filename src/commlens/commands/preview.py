@@ -96,13 +96,8 @@ class PreviewCommand:
             worker.show_from_program_at_exit(error)
             raise error
         if isinstance(error, SystemExit):
-            return (
-                error.code
-                if isinstance(error.code, int)
-                else 0
-                if error.code is None
-                else EXIT_PROGRAM_FAILED
-            )
+            code = 0 if error.code is None else error.code
+            return code if isinstance(code, int) else EXIT_PROGRAM_FAILED
         print(
             "\ncommlens: the program failed; the trace covers the time before the failure.",
             file=sys.stderr,

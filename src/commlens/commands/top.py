@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
-_OBSERVED_S: Final = 4.0  # of each process: what it did for so long tells whether it moves
+_OBSERVED_S: Final = 4.0  # of each process: what it did for so long shows whether it moves
 _STALE_S: Final = 30.0  # the other nodes' last answer is shown for so long
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took

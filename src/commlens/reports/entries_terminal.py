@@ -116,7 +116,7 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
             most.what if most else "",
             [_cell_text(column, row, most, names) for column in table.columns],
         )
-        if number == table.fault != 0 and most and most.line:
+        if _is_fault(table, number) and most and most.line:
             add("", f"  {most.line}", _other_lines(table.columns, row, most.line))
     return grid
 
@@ -140,8 +140,12 @@ def _other_lines(columns: list[Column], row: int, usual: str) -> list[str]:
     return [cell.line if cell and cell.line != usual else "" for cell in cells]
 
 
+def _is_fault(table: EntryTable, number: int) -> bool:
+    return number != 0 and number == table.fault  # 0: there is none
+
+
 def _mark(table: EntryTable, number: int) -> str:
-    if number and number == table.fault:
+    if _is_fault(table, number):
         return f"> {number}"
     return "newest" if table.messages and number == 0 else str(number)
 

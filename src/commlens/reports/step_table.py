@@ -66,24 +66,14 @@ def step_table(times: StepTimes) -> StepTable:
             "Where a step's communication time goes is not known.", [], [], times.unknown
         )
     headings, rows = used_columns(HEADINGS, [_cells(part, times) for part in times.parts])
-    notes = [
-        f"{count(times.places_left_out, 'more place')} with less time"
-        f" {'is' if times.places_left_out == 1 else 'are'} not shown."
-    ]
-    bars = _bars(times)
-    return StepTable(
-        _answer(times),
-        headings,
-        rows,
-        [*_bars_left_out(bars, times), *notes[: bool(times.places_left_out)], *times.unknown],
-        bars,
-    )
-
-
-def _bars_left_out(bars: Sequence[RankBar], times: StepTimes) -> list[str]:
-    if not 0 < len(bars) < len(times.ranks):
-        return []
-    return [f"Of {number(len(times.ranks))} ranks, the {len(bars)} that wait least are drawn."]
+    bars, ranks, left_out = _bars(times), len(times.ranks), times.places_left_out
+    notes = []
+    if 0 < len(bars) < ranks:
+        notes.append(f"Of {number(ranks)} ranks, the {len(bars)} that wait least are drawn.")
+    if left_out:
+        are = "is" if left_out == 1 else "are"
+        notes.append(f"{count(left_out, 'more place')} with less time {are} not shown.")
+    return StepTable(_answer(times), headings, rows, [*notes, *times.unknown], bars)
 
 
 def _bars(times: StepTimes) -> list[RankBar]:
@@ -124,10 +114,8 @@ def _answer(times: StepTimes) -> str:
     if times.device_ns:
         text += f"; they take {short_duration(times.device_ns)} on the device"
     waited = times.waited_by_rank
-    least, most = (
-        min(waited, key=lambda rank: waited[rank]),
-        max(waited, key=lambda rank: waited[rank]),
-    )
+    least = min(waited, key=lambda rank: waited[rank])
+    most = max(waited, key=lambda rank: waited[rank])
     if waited[most] - waited[least] > _WORTH_NAMING * times.step_ns:
         text += (
             f". {capital(rank_phrase(least))} waits least ({short_duration(waited[least])}),"

@@ -119,7 +119,8 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
     if for_stack:
         lines.append(Text("-" * min(width, 40), style="dim"))
         lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in stack[: for_stack - 1]]
-    used_lines = len(lines) - 1 + 1 + min(room, len(screen.rows))  # a table counts as one part
+    # of the parts, the table has more than one line: its heading, which is counted, and the rows
+    used_lines = len(lines) + min(room, len(screen.rows))
     lines += [Text("")] * max(0, height - used_lines - 1)
     shown = (
         f"{view.first + 1}-{min(len(screen.rows), view.first + room)} of {len(screen.rows)} by"

@@ -268,14 +268,10 @@ def _time_cells(row: Total | ModuleTotal) -> list[str]:
     """Return the time and the part waited, with ``>=`` if they are unknown for some of the
     calls.
     """
-    cells = []
-    for ns, calls in ((row.time_ns, row.timed), (row.waited_ns, row.wait_known)):
-        cells.append(
-            f"{'>=' if calls < row.calls else ''}{short_duration(ns)}"
-            if ns is not None
-            else "unknown"
-        )
-    return cells
+    return [
+        f"{'>=' if calls < row.calls else ''}{short_duration(ns)}" if ns is not None else "unknown"
+        for ns, calls in ((row.time_ns, row.timed), (row.waited_ns, row.wait_known))
+    ]
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:

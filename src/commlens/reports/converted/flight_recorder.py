@@ -142,15 +142,9 @@ def _status(entries: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
             continue
         last = status.setdefault(entry["pg_id"], dict.fromkeys(_REACHED, -1))
         state = entry["state"]
-        for field, reached in zip(
-            _REACHED,
-            (
-                True,
-                state == "started" or entry["time_discovered_started_ns"],
-                entry["retired"] or state == "completed",
-            ),
-            strict=True,
-        ):
+        has_started = state == "started" or entry["time_discovered_started_ns"]
+        has_completed = entry["retired"] or state == "completed"
+        for field, reached in zip(_REACHED, (True, has_started, has_completed), strict=True):
             if reached:
                 last[field] = max(last[field], entry["collective_seq_id"])
     return {str(pg_id): status[pg_id] for pg_id in sorted(status)}

@@ -117,7 +117,8 @@ def _track(free: list[int | None], began_ns: int, ended_ns: int | None) -> tuple
     share a track: they nest.
     """
     for number, until in enumerate(free):
-        if ended_ns is None if until is None else until <= began_ns:
+        is_free = until <= began_ns if until is not None else ended_ns is None
+        if is_free:
             free[number] = ended_ns
             return number, False
     if len(free) >= _TRACKS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import Layout, LayoutRow
 from commlens.reports.verdict_page.job import PageJob
@@ -14,20 +12,20 @@ _LAYOUTS_MAX = 12
 
 def rank_grids(job: PageJob) -> list[Layout]:
     """Return one grid for each group label, and one by host."""
-    by_label: dict[str, dict[tuple[int, ...], bool]] = defaultdict(dict)
     faults = {
-        (key[1], key[2])
-        for key, _, finding in job.focus
+        (name, ranks)
+        for (_, name, ranks, *_), _, finding in job.focus
         if finding.root_cause or len(job.focus) == 1
     }
-    for channel in job.index.channels.values():
-        group = channel.group
-        if not group.ranks:
-            continue
-        name = group_label(group, "the default group")
-        fault = (group.name, group.ranks) in faults
-        by_label[name][group.ranks] = by_label[name].get(group.ranks, False) or fault
-    found = [_layout(name, groups) for name, groups in by_label.items()]
+    by_label = grouped(
+        (group_label(group, "the default group"), group)
+        for group in (channel.group for channel in job.index.channels.values())
+        if group.ranks
+    )
+    found = []
+    for label, groups in by_label.items():
+        at_fault = {group.ranks for group in groups if (group.name, group.ranks) in faults}
+        found.append(_layout(label, {group.ranks: group.ranks in at_fault for group in groups}))
     # Labels with several groups first, the one with the fault before the others, then the finest;
     # one group of all ranks shows little.
     found.sort(

@@ -48,7 +48,7 @@ def tables(job: PageJob) -> list[Table]:
     """Return one table for each group with a fault or a wait, and one of all collectives in the
     order of issue.
     """
-    centres: dict[ChannelKey, int] = {}
+    centres: dict[ChannelKey, int] = {}  # the number around which each group's table is
     for key, number, _ in job.focus:
         centres.setdefault(key, number)
     waits = grouped(
@@ -69,11 +69,8 @@ def tables(job: PageJob) -> list[Table]:
             centres.setdefault(key, min(numbers))
     made = [_aligned(job, key, number) for key, number in list(centres.items())[:_TABLES_MAX]]
     if len(centres) > _TABLES_MAX:
-        made[
-            -1
-        ].left_out += (
-            f" {len(centres) - _TABLES_MAX} more groups in which ranks wait have no table."
-        )
+        more = len(centres) - _TABLES_MAX
+        made[-1].left_out += f" {more} more groups in which ranks wait have no table."
     if any(view.history for view in job.index.views.values()):
         made.append(_in_order(job))
     return made

@@ -226,27 +226,18 @@ def _arrivals(
 
 
 def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tuple[int, int]:
-    """Show a few collectives before the fault and a little after it, since the wait that follows is
-    far longer than they are.
+    """Return from when to when the page shows the timeline at first, in microseconds: a few
+    collectives before the fault and a little after it, since the wait that follows is far longer
+    than they are.
     """
-    starts = sorted(
-        {
-            _microseconds(op.announced_ns, zero)
-            for ops in lanes
-            for op in ops[-12:]
-            if op.announced_ns
-        }
-    )
+    newest = [op for ops in lanes for op in ops[-12:] if op.announced_ns]
+    starts = sorted({_microseconds(op.announced_ns, zero) for op in newest})
     if not starts:
         return (0, max(1, made.captured))
-    last = max(starts)
-    before = [start for start in starts if start <= 0]
-    begin = before[0] if before else starts[0]
-    span = max(
-        _SPAN_MIN_US, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin
-    )
+    first, last = starts[0], starts[-1]  # first is after the fault if nothing before it is known
+    arrived = max((arrivals.at[-1] for arrivals in made.arrivals), default=0)
+    span = max(_SPAN_MIN_US, last - first, arrived - first)
     end = max(last, 0) + max(1, span // 3)
-    return (
-        begin - max(1, span // 20),
-        min(end, made.captured) if made.captured > max(last, 0) else end,
-    )
+    if made.captured > max(last, 0):
+        end = min(end, made.captured)
+    return first - max(1, span // 20), end
