@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,7 +85,7 @@ def read_kineto(path: Path) -> KinetoTrace:
         file = msgspec.json.decode(content, type=_File)
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, EOFError, ValueError) as error:
+    except (EOFError, ValueError, zlib.error) as error:
         raise FormatError(
             f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}"
         ) from None

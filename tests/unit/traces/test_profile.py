@@ -170,8 +170,21 @@ def test_profiles_that_do_not_belong_to_the_trace(on_gpus, change, why):
         join(data, path)
 
 
+GZIP_WITH_DAMAGED_CONTENT = b"\x1f\x8b\x08\0\0\0\0\0\0\xff\x07"
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b"\x1f\x8b\x00", b'{"traceEvents": 3}', b"\xff\xfe", b'{"a": 1}']
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\x1f\x8b\x00",
+        GZIP_WITH_DAMAGED_CONTENT,
+        b'{"traceEvents": 3}',
+        b"\xff\xfe",
+        b'{"a": 1}',
+    ],
 )
 def test_what_is_no_profile(tmp_path, content):
     path = tmp_path / "p.json"
