@@ -2,35 +2,44 @@
 and the answers that ``--branch`` gives there.
 
 A value is unknown if another rank sends it, or if it is computed from an unknown value
-(``origins.py``). Reading a number decides nothing yet: it is followed until the program takes a
-branch by it. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+(``origins.py``). Reading a number decides nothing yet: it is followed (``followed_numbers.py``)
+until the program takes a branch by it::
+
+    loss = total.item()  # an all_reduce wrote total: what the other ranks added is unknown
+    print(loss)          # decides nothing
+    if loss > 3: ...     # BranchLine(<this line>, "truth", taken=(False,))
+    n = int(loss)        # BranchLine(<this line>, "number"): an int cannot be followed
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from commlens.check.branches import Answers, BranchLine, Choice, How, Moment, Value
 from commlens.check.exchange import CheckExchange
+from commlens.check.followed_numbers import FOLLOWED, Provenance, follow, follow_through_math
 from commlens.check.origins import UNKNOWN, Origins, ValueOrigin, alike_in, joined
 from commlens.model.collective import Frame, FrameKind
 from commlens.tap.running_frames import kind_of_file, user_frame
 from commlens.tracing.patches import Patches
 
+# what these read is only shown
 _SHOWS = (torch.Tensor.__repr__, torch.Tensor.__format__)
-_LOSES = (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__)
-_LEAVES_TORCH = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+# Python makes a plain number of the result: float(tensor)
+_MAKES_PLAIN = (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__)
+# these read the tensor's memory, without an op that could be seen
+_READS_MEMORY = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
 # torch's own reads that decide nothing about communication, from Python, or from C++ in a backward
 _OWN_READS = (
     "/torch/autograd/graph.py",
@@ -44,7 +53,6 @@ _OWN_READS = (
 )
 _ANSWERS_KEPT = 8
 _MOMENTS_KEPT = 1000  # of one line
-_NEVER = Moment(0, 0)
 
 
 class Values:
@@ -61,10 +69,16 @@ class Values:
         number: float | None = None,
         exchange: CheckExchange | None = None,
     ) -> None:
-        """Give the answers of ``choices``, and to reads of values that ranks have alike the
-        ``answers`` that other ranks got. Elsewhere the answer is that of the fake world; for
-        floats that cannot be followed, it is ``number``, if that is given. ``exchange`` delivers
-        small tensors of other ranks.
+        """Answer the reads of unknown values.
+
+        Args:
+            world_size: number of ranks.
+            choices: the answers of ``--branch``.
+            answers: the answers that other ranks got to reads of values that ranks have alike.
+                Elsewhere the answer is the value that the fake world computes.
+            number: is read in place of every float that cannot be followed; None: the value that
+                the fake world computes.
+            exchange: delivers small tensors of other ranks.
         """
         self._world_size = world_size
         self._choices = tuple(choices)
@@ -73,7 +87,8 @@ class Values:
         self._exchange = exchange
         self.answers: Answers = {}
         """The answers to reads of values that ranks have alike, in order."""
-        self._found: dict[tuple[str, int, How, bool], _Met] = {}
+        self._lines: dict[tuple[str, int, How, bool], _Line] = {}
+        """By file, line, way of the read, and whether ``--branch`` gave the answer."""
         self._thread = _Reading()
         self._origins = Origins(self._read, self._shaped)
         self._patches = Patches()
@@ -84,16 +99,16 @@ class Values:
         """The lines that asked so far, in the order of their first question."""
         return [
             BranchLine(
-                met.frame,
-                key[2],
-                met.alike,
-                tuple(met.taken),
-                forced=key[3],
-                received=met.received,
-                asked=tuple(met.asked),
-                replaceable=met.replaceable,
+                line.frame,
+                how,
+                line.alike,
+                tuple(line.taken),
+                forced=forced,
+                received=line.received,
+                asked=tuple(line.asked),
+                replaceable=line.replaceable,
             )
-            for key, met in self._found.items()
+            for (_, _, how, forced), line in self._lines.items()
         ]
 
     def __enter__(self) -> Values:
@@ -116,47 +131,56 @@ class Values:
     # --- functions of torch
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of torch, and follow what it reads."""
+        """Call a function of torch. Numbers that it read from unknown values are followed."""
         with self._reading() as read:
             result = func(*args, **kwargs)
         if func in _SHOWS:
             return result
-        if func in _LEAVES_TORCH and not _read_by_torch_itself():
+        if func in _READS_MEMORY and not _read_by_torch_itself():
             read = [self._origins.of(args[0])]
         if not read:
-            return self._follow_into(result, args)
+            self._mark_computed(result, args)
+            return result
         origin = joined(read)
         if origin is None and not self._choices:
-            return result
-        if func in _LOSES or (func not in _LEAVES_TORCH and not _is_plain(result)):
-            return self._lost(result, origin)
+            return result  # the rank knows the value, and --branch cannot change it
+        if func in _MAKES_PLAIN or (func not in _READS_MEMORY and not _is_number(result)):
+            return self._escaped(result, origin)
         return self._follow_each(result, origin)
+
+    def _mark_computed(self, result: Any, args: Any) -> None:
+        """Give a tensor that is computed from a followed number its origin."""
+        if isinstance(result, torch.Tensor):
+            numbers = [each.provenance for each in args if type(each) in FOLLOWED]
+            if not all(each.settled for each in numbers):
+                self._origins.mark(result, UNKNOWN)
 
     def _follow_each(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Follow a value that was read, or each value of a list."""
         if isinstance(result, list):
             return [self._follow_each(each, origin) for each in result]
-        if not _is_plain(result):  # an array
-            return self._lost(result, origin)
-        value, reader = self._answer(result, origin)
+        if not _is_number(result):  # an array
+            return self._escaped(result, origin)
+        value, provenance = self._answer(result, origin)
         if isinstance(value, bool):
-            return reader.decide(value)
+            return provenance.decide(value)
         if isinstance(value, int):
-            reader.lose(value)  # a range or a shape of an int is not seen
-        return follow(value, reader)
+            provenance.escape(value)  # range(n) or torch.zeros(n) would not be seen
+        return follow(value, provenance)
 
-    def _lost(self, result: Any, origin: ValueOrigin | None) -> Any:
-        """Return a value that can no longer be followed."""
-        value, reader = self._answer(result, origin) if _is_plain(result) else (result, None)
-        reader = reader or self._reader(origin)
-        replaceable = type(value) is float and not reader.settled
-        self.lose(value, reader, replaceable=replaceable)
+    def _escaped(self, result: Any, origin: ValueOrigin | None) -> Any:
+        """Return a value that cannot be followed: a plain number, an array."""
+        value, provenance = result, self._provenance(origin)
+        if _is_number(result):
+            value, provenance = self._answer(result, origin)
+        replaceable = type(value) is float and not provenance.settled
+        self.note_escape(value, provenance, replaceable=replaceable)
         return self._number if replaceable and self._number is not None else value
 
-    def _reader(self, origin: ValueOrigin | None) -> _Reader:
+    def _provenance(self, origin: ValueOrigin | None) -> Provenance:
         if origin is None:
-            return _Reader(self, alike=False, known=True)
-        return _Reader(
+            return Provenance(self, alike=False, known=True)
+        return Provenance(
             self,
             alike_in(origin, self._world_size),
             known=origin.known,
@@ -165,52 +189,45 @@ class Values:
             moment=Moment(self._origins.calls, self._origins.calls_in(origin.alike)),
         )
 
-    def _answer(self, value: Any, origin: ValueOrigin | None) -> tuple[Any, _Reader]:
-        """Return the answer to a read: the choice's, else the one that other ranks got."""
-        reader, place = self._reader(origin), user_frame(sys._getframe())
+    def _answer(self, value: Any, origin: ValueOrigin | None) -> tuple[Any, Provenance]:
+        """Return the answer to a read: that of ``--branch``, else the one that other ranks got."""
+        provenance, place = self._provenance(origin), user_frame(sys._getframe())
         if place is None:
-            return value, reader
+            return value, provenance
         choice = None if isinstance(value, bool) else self._choice(place, truth=False)
         if choice is not None:
             value = type(value)(choice.value)
-            reader = replace(reader, known=False, forced=True)
-            self._note(place, "number", reader, value)
+            provenance = replace(provenance, known=False, forced=True)
+            self._note(place, "number", provenance, value)
         if origin is not None and origin.alike:
-            value, known = self._shared(value, origin, place, reader)
-            reader = replace(reader, known=known)
-        return value, reader
+            value, known = self._common_answer(value, origin, place, provenance)
+            provenance = replace(provenance, known=known)
+        return value, provenance
 
-    def _shared(
-        self, value: Any, origin: ValueOrigin, place: Frame, reader: _Reader
+    def _common_answer(
+        self, value: Any, origin: ValueOrigin, place: Frame, provenance: Provenance
     ) -> tuple[Any, bool]:
-        """Return the answers that the other ranks got for a value that is the same on them, and
-        whether one of them knew it.
+        """Return the answer that the other ranks got to this read of a value that is the same on
+        them, and whether one of them knew it. Without one, it is the value at hand.
         """
-        scope = () if reader.alike else tuple(sorted(origin.alike))
-        key = place.file, place.line, type(value).__name__, scope
-        given = self.answers.setdefault(key, [])
-        others = self._others.get(key, [])[len(given) : len(given) + 1]
+        groups = () if provenance.alike else tuple(sorted(origin.alike))
+        key = place.file, place.line, type(value).__name__, groups
+        own = self.answers.setdefault(key, [])
+        others = self._others.get(key, [])
         known = origin.known
-        if others and not known and not reader.forced:
-            value, known = others[0]
-        given.append((value, known))
+        if len(others) > len(own) and not known and not provenance.forced:
+            value, known = others[len(own)]
+        own.append((value, known))
         return value, known
 
     def _choice(self, place: Frame, *, truth: bool) -> Choice | None:
+        """Return the answer of ``--branch`` at a line: a truth value, or a number."""
         fitting = (
             choice
             for choice in self._choices
             if isinstance(choice.value, bool) == truth and choice.is_at(place.file, place.line)
         )
         return next(fitting, None)
-
-    def _follow_into(self, result: Any, args: Any) -> Any:
-        """Give a tensor that is computed from a followed number its origin."""
-        if isinstance(result, torch.Tensor):
-            readers = [each.reader for each in args if type(each) in FOLLOWED]
-            if not all(each.settled for each in readers):
-                self._origins.mark(result, UNKNOWN)
-        return result
 
     def _run_backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass with a mode of its own, which sees the program's hooks: torch leaves
@@ -219,54 +236,58 @@ class Values:
         with _Functions(self):
             return original(*args, **kwargs)
 
-    # --- what readers report
+    # --- what the program does with followed numbers
 
-    def decide(self, outcome: bool, reader: _Reader) -> bool:
-        """Return the answer to a question for a truth value: the outcome, or the one that the check
-        has chosen in order to explore the other branch.
+    def decide(self, outcome: bool, provenance: Provenance) -> bool:
+        """Return the answer to a question for a truth value: the outcome, or that of ``--branch``,
+        so that the program takes the other branch.
         """
         place = user_frame(sys._getframe())
         choice = None if place is None else self._choice(place, truth=True)
         if place is not None and choice is not None:
-            self._note(place, "truth", replace(reader, known=False, forced=True), choice.value)
+            forced = replace(provenance, known=False, forced=True)
+            self._note(place, "truth", forced, choice.value)
             return bool(choice.value)
-        if place is not None and not reader.settled:
-            self._note(place, "truth", reader, outcome)
+        if place is not None and not provenance.settled:
+            self._note(place, "truth", provenance, outcome)
         return outcome
 
-    def lose(self, value: Any, reader: _Reader, *, replaceable: bool = False) -> None:
+    def note_escape(self, value: Any, provenance: Provenance, *, replaceable: bool = False) -> None:
         """Note that a number went to a place where it cannot be followed."""
-        place = None if reader.settled else user_frame(sys._getframe())
+        place = None if provenance.settled else user_frame(sys._getframe())
         if place is not None:
-            plain = value if _is_plain(value) else None
-            self._note(place, "number", reader, plain, replaceable=replaceable)
+            number = value if _is_number(value) else None
+            self._note(place, "number", provenance, number, replaceable=replaceable)
 
     def _note(
         self,
         frame: Frame,
         how: How,
-        reader: _Reader,
+        provenance: Provenance,
         value: Value | None,
         *,
         replaceable: bool = False,
     ) -> None:
-        if self._exchange is not None and reader.undelivered:
+        """Note a line that asked for a value, and the answer that it got; None: an array."""
+        if self._exchange is not None and provenance.undelivered:
             self._exchange.is_wanted = True
-        met = self._found.setdefault((frame.file, frame.line, how, reader.forced), _Met(frame))
-        met.alike = met.alike and reader.alike
-        met.received = met.received or reader.received
-        met.replaceable = met.replaceable and replaceable
-        if len(met.asked) < _MOMENTS_KEPT:
-            met.asked.append(reader.moment)
-        if value is not None and len(met.taken) < _ANSWERS_KEPT:
+        key = frame.file, frame.line, how, provenance.forced
+        line = self._lines.setdefault(key, _Line(frame))
+        line.alike = line.alike and provenance.alike
+        line.received = line.received or provenance.received
+        line.replaceable = line.replaceable and replaceable
+        if len(line.asked) < _MOMENTS_KEPT:
+            line.asked.append(provenance.moment)
+        if value is not None and len(line.taken) < _ANSWERS_KEPT:
             plain = value if isinstance(value, bool) else _plain(value)
-            if not any(type(plain) is type(each) and plain == each for each in met.taken):
-                met.taken.append(plain)
+            if not any(type(plain) is type(each) and plain == each for each in line.taken):
+                line.taken.append(plain)
 
     # --- ops
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[list[ValueOrigin | None]]:
+        """Collect the origins of the values that ops read meanwhile."""
         outer, read = self._thread.read, list[ValueOrigin | None]()
         self._thread.read = read
         try:
@@ -275,21 +296,23 @@ class Values:
             self._thread.read = outer
 
     def _read(self, origin: ValueOrigin | None) -> None:
+        """Note that an op read a value."""
         if (origin is None and not self._choices) or _read_by_torch_itself():
             return
         if self._thread.read is not None:
             self._thread.read.append(origin)
-        else:
-            self._reader(origin).lose(None)
+        else:  # from C++: the result cannot be followed
+            self._provenance(origin).escape(None)
 
     def _shaped(self, origin: ValueOrigin) -> None:
+        """Note that a value decided the shape of a tensor."""
         place = None if _read_by_torch_itself() else user_frame(sys._getframe())
         if place is not None:
-            self._note(place, "shape", self._reader(origin), None)
+            self._note(place, "shape", self._provenance(origin), None)
 
 
 @dataclass
-class _Met:
+class _Line:
     """A line that asked for values, and all its questions together."""
 
     frame: Frame
@@ -309,6 +332,8 @@ class _Reading(threading.local):
 
 
 class _Functions(TorchFunctionMode):  # type: ignore[misc]
+    """Passes the calls of torch's functions to :meth:`Values.call`."""
+
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._values = values
@@ -317,49 +342,13 @@ class _Functions(TorchFunctionMode):  # type: ignore[misc]
         return self._values.call(func, args, kwargs or {})
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """The origin of followed numbers."""
-
-    values: Values
-    alike: bool
-    known: bool = False
-    forced: bool = False
-    """``--branch`` gave the number."""
-    received: bool = False
-    undelivered: bool = False
-    moment: Moment = _NEVER
-    """When the number was read."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether the number is certain."""
-        return self.known or self.forced
-
-    def decide(self, outcome: bool) -> bool:
-        return self.values.decide(outcome, self)
-
-    def lose(self, value: Any) -> None:
-        self.values.lose(value, self)
-
-    def join(self, other: Any) -> _Reader:
-        forced = self.forced and other.forced
-        return _Reader(
-            self.values,
-            self.alike and other.alike,
-            known=self.settled and other.settled and not forced,
-            forced=forced,
-            received=self.received or other.received,
-            undelivered=self.undelivered or other.undelivered,
-            moment=max(self.moment, other.moment),
-        )
-
-
-def _is_plain(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Check whether a value is a truth value, an int or a float, followed or not."""
     return isinstance(value, (bool, int, float))
 
 
 def _plain(value: Any) -> int | float:
+    """Return a number without its provenance; a plain ``int()`` would count as an escape."""
     return int.__int__(value) if isinstance(value, int) else float.__float__(value)
 
 
@@ -371,155 +360,3 @@ def _read_by_torch_itself() -> bool:
         if kind_of_file(file) is FrameKind.USER:
             return False
     return False
-
-
-# --- followed numbers
-#
-# A followed number is an int or float of the same value. It reports when it is compared or used as
-# a truth value. The results of computations with it are followed, too.
-
-
-class FollowedFloat(float):
-    """A float that reports to its reader."""
-
-    reader: _Reader
-
-
-class FollowedInt(int):
-    """An int that reports to its reader."""
-
-    reader: _Reader
-
-
-FOLLOWED = (FollowedFloat, FollowedInt)
-
-_registered: list[Any] = []  # kept alive: nothing else may get their addresses
-
-
-def follow(value: Any, reader: _Reader) -> Any:
-    """Return an int or a float as a followed number; other values as they are."""
-    followed: Any
-    if type(value) is float:
-        followed = float.__new__(FollowedFloat, value)
-    elif type(value) is int:
-        followed = int.__new__(FollowedInt, value)
-    else:
-        return value
-    followed.reader = reader
-    return followed
-
-
-def follow_through_math(patches: Patches) -> None:
-    """Follow numbers through those functions of ``math`` that call none of a number's methods."""
-    from torch.jit import _builtins
-
-    table = _builtins._get_builtin_table()
-    for name, original in list(vars(math).items()):
-        if not callable(original) or name.startswith("_") or name in _ROUNDING:
-            continue
-        patches.wrap(math, name, _call_and_follow)
-        wrapper = getattr(math, name)
-        if id(original) in table:  # torch.jit.script knows a function by its address
-            _builtins._register_builtin(wrapper, table[id(original)])
-            _registered.append(wrapper)
-
-
-_ROUNDING: Final = frozenset({"floor", "ceil", "trunc"})
-"""The functions of ``math`` that call a number's methods."""
-
-
-def _call_and_follow(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    reader = _joined_reader(args)
-    result = original(*args, **kwargs)
-    return result if reader is None else _with_reader(result, reader)
-
-
-def _with_reader(result: Any, reader: _Reader) -> Any:
-    """Return a result as the program gets it: a truth value as the reader decides it, a number as
-    a followed one.
-    """
-    if type(result) is bool:
-        return reader.decide(result)
-    if type(result) is tuple:  # divmod
-        return tuple(follow(each, reader) for each in result)
-    return follow(result, reader)
-
-
-def _joined_reader(values: tuple[Any, ...]) -> _Reader | None:
-    found: _Reader | None = None
-    for value in values:
-        if type(value) in FOLLOWED:
-            found = value.reader if found is None else found.join(value.reader)
-    return found
-
-
-def _computation(base: type[Any], name: str) -> Callable[..., Any]:
-    original = getattr(base, name)
-
-    def compute(self: Any, *others: Any) -> Any:
-        result = original(self, *others)
-        # Python would go on to the plain float's reflected method, whose result is not followed.
-        if result is NotImplemented and base is int and isinstance(others[0], float):
-            result = getattr(float, name)(float(int.__int__(self)), *others)
-        reader = None if result is NotImplemented else _joined_reader((self, *others))
-        return result if reader is None else _with_reader(result, reader)
-
-    return compute
-
-
-def _conversion(base: type[Any], name: str) -> Callable[..., Any]:
-    original = getattr(base, name)
-
-    def convert(self: Any, *others: Any) -> Any:
-        self.reader.lose(self)
-        return original(self, *others)
-
-    return convert
-
-
-_COMPARISONS = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
-_COMPUTATIONS = [
-    *(
-        f"__{prefix}{name}__"
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow")
-        for prefix in ("", "r")
-    ),
-    "__neg__",
-    "__pos__",
-    "__abs__",
-]
-_OF_INTS = [
-    *(
-        f"__{prefix}{name}__"
-        for name in ("and", "or", "xor", "lshift", "rshift")
-        for prefix in ("", "r")
-    ),
-    "__invert__",
-]
-_CONVERSIONS = (
-    *("__int__", "__float__", "__trunc__", "__round__", "__floor__", "__ceil__"),
-    *("is_integer", "as_integer_ratio", "hex", "conjugate"),
-)
-"""Make a plain number, which is not followed any more."""
-
-
-def _fill(kind: type[Any], base: type[Any]) -> None:
-    for name in [*_COMPARISONS, *_COMPUTATIONS, *(_OF_INTS if base is int else ())]:
-        setattr(kind, name, _computation(base, name))
-    for name in filter(partial(hasattr, base), _CONVERSIONS):
-        setattr(kind, name, _conversion(base, name))
-    plain: Callable[[Any], Any] = int.__int__ if base is int else float.__float__
-    for name, method in {
-        "__hash__": base.__hash__,
-        "__bool__": lambda self: self.reader.decide(bool(plain(self))),
-        "__reduce_ex__": lambda self, protocol: (base, (plain(self),)),
-        "__copy__": lambda self: self,
-        "__deepcopy__": lambda self, memo: self,
-        # a program that calls the type of a number, as statistics.mean does, gets a plain one
-        "__new__": staticmethod(lambda _, value=0, *more: base(value, *more)),
-    }.items():
-        setattr(kind, name, method)
-
-
-_fill(FollowedFloat, float)
-_fill(FollowedInt, int)

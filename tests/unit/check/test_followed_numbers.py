@@ -1,4 +1,4 @@
-"""Tests of src/commlens/check/values.py: followed numbers."""
+"""Tests of src/commlens/check/followed_numbers.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import statistics
 import pytest
 import torch
 
-from commlens.check.values import FOLLOWED, follow, follow_through_math
+from commlens.check.followed_numbers import FOLLOWED, follow, follow_through_math
 from commlens.tracing.patches import Patches
 
 
 class Asked:
-    """A reader that keeps what it was asked, and gives one answer to all if it has one."""
+    """A provenance that keeps what it was asked, and gives one answer to all if it has one."""
 
     def __init__(self, answer: bool | None = None) -> None:
         self.answer = answer
@@ -27,7 +27,7 @@ class Asked:
         self.outcomes.append(outcome)
         return outcome if self.answer is None else self.answer
 
-    def lose(self, value: float) -> None:
+    def escape(self, value: float) -> None:
         self.lost.append(value)
 
     def join(self, other: Asked) -> Asked:
@@ -124,7 +124,7 @@ def test_the_type_of_a_number_makes_plain_ones() -> None:
     assert statistics.mean([number, 1.5]) == 2
     assert type(type(number)("3.5")) is float
     assert type(type(follow(7, Asked()))("11", 2)) is int
-    assert not number.is_integer() and number.reader.lost[-1:] == [2.5]
+    assert not number.is_integer() and number.provenance.lost[-1:] == [2.5]
 
 
 def test_copies_are_followed_and_pickles_are_plain() -> None:
