@@ -1,5 +1,10 @@
-"""The branches of a program that depend on data, as plain data: which ones ranks met, and which
-ways ``--branch`` sends the ranks.
+"""The branches of a program that depend on data: the lines at which ranks read values that one rank
+alone cannot know, and the answers that ``--branch`` gives there.
+
+In ``if loss.item() > 3`` at line 81, where an all_reduce wrote ``loss``, a rank of a fake world
+takes one of two branches: ``BranchLine(<train.py:81>, "truth", alike=True, taken=(False,))``.
+``--branch train.py:81=true,false`` is ``Branch("train.py", 81, (True, False))``: the program runs
+once with each of its two choices.
 """
 
 from __future__ import annotations
@@ -25,8 +30,11 @@ How = Literal[
 
 
 Answers = dict[tuple[str, int, str, tuple[tuple[int, ...], ...]], list[tuple[Value, bool]]]
-"""The answers to reads of values that ranks have alike: by file, line, type and groups (none: the
-world), in the order of the reads; and whether the rank knew the value.
+"""The answers that one rank got to its reads of values that collectives made the same on ranks.
+
+The keys are the file, the line, the type of the value, and the groups whose members have it alike
+(none: the whole world). The values are the answers in the order of the reads, each with whether the
+rank knew the value: ``{("train.py", 81, "bool", ()): [(True, False), (False, True)]}``.
 """
 
 
@@ -153,7 +161,7 @@ def number_of_combinations(branches: Iterable[Branch]) -> int:
 
 
 def merged(decisions: Iterable[BranchLine]) -> list[BranchLine]:
-    """Merge the decisions of several ranks and runs: one for each line and way, in the order of
+    """Merge the decisions of several ranks and runs: one for each line and ``how``, in the order of
     their lines.
     """
     found: dict[tuple[str, int, How], BranchLine] = {}
@@ -181,37 +189,45 @@ def doubtful(
         for each in own
         if each.is_open
     )
-    apart = [met for met in lines.values() if _may_part(met, len(decisions))]
-    return merged(each for met in apart for each, _ in met)
+    diverging = [asked for asked in lines.values() if _may_diverge(asked, len(decisions))]
+    return merged(each for asked in diverging for each, _ in asked)
 
 
-def _may_part(met: Sequence[tuple[BranchLine, float]], ranks: int) -> bool:
+def _may_diverge(asked: Sequence[tuple[BranchLine, float]], ranks: int) -> bool:
     """Check whether a line may send ranks into different branches in a real run, before they wait
     for ever.
 
-    A value that ranks have alike sends them into the same branch if they ask for it at the same
-    moments. A rank that runs alone leaves a loop at once in which the other ranks would keep it.
+    Args:
+        asked: the line as each rank met it, with the number of calls that the rank issues.
+        ranks: number of all ranks, also of those that did not come to the line.
     """
-    if not any(each.is_reached(issued) for each, issued in met):
+    if not any(each.is_reached(issued) for each, issued in asked):
         return False
-    if _asked_apart(met):
+    if _asked_at_different_moments(asked):
         return True
-    all_met = [each for each, _ in met]
-    if all(each.alike for each in all_met):
+    decisions = [each for each, _ in asked]
+    if all(each.alike for each in decisions):
         return False
-    if all_met[0].how != "truth" or len({each.taken for each in all_met}) > 1:
+    if decisions[0].how != "truth" or len({each.taken for each in decisions}) > 1:
         return True
-    return len(all_met) < ranks and any(each.received for each in all_met)
+    # All went the same way by a value that may differ in a real run. Where other ranks did not come
+    # to the line, the value may be one that those send and know.
+    return len(decisions) < ranks and any(each.received for each in decisions)
 
 
-def _asked_apart(met: Sequence[tuple[BranchLine, float]]) -> bool:
-    """Check whether ranks asked the same question at different moments."""
+def _asked_at_different_moments(asked: Sequence[tuple[BranchLine, float]]) -> bool:
+    """Check whether ranks asked the same question at different moments.
+
+    A value that ranks have alike sends them into the same branch only if they ask for it at the
+    same moment: a rank that runs alone leaves a loop at once in which the others would keep it.
+    """
     questions = [
-        [(moment.calls_in, moment.calls < issued) for moment in each.asked] for each, issued in met
+        [(moment.calls_in, moment.calls < issued) for moment in each.asked]
+        for each, issued in asked
     ]
-    for same in itertools.zip_longest(*questions):
-        asked = [each for each in same if each is not None]
-        if len({number for number, _ in asked}) > 1 and any(is_reached for _, is_reached in asked):
+    for same_question in itertools.zip_longest(*questions):
+        moments = [moment for moment in same_question if moment is not None]
+        if len({calls for calls, _ in moments}) > 1 and any(reached for _, reached in moments):
             return True
     return False
 
@@ -255,22 +271,25 @@ def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
+# --- values that are the same on ranks
+
+
 def common_answers(answers: Mapping[int, Answers]) -> Answers:
     """Return one answer for all ranks to each read of a value that is the same on them: that of a
-    rank that knows the value, else that of the first one.
+    rank that knows the value, else that of the first rank that read it.
 
     In a fake world each rank reads the content of its own buffer. If ranks read different ones,
     they would take branches that no real run takes.
     """
-    found: Answers = {}
+    common: Answers = {}
     for _, own in sorted(answers.items()):
-        for key, given in own.items():
-            known = found.setdefault(key, [])
+        for read, given in own.items():
+            known = common.setdefault(read, [])
             known += given[len(known) :]
-            for place, answer in enumerate(given):
-                if answer[1] and not known[place][1]:
-                    known[place] = answer
-    return found
+            for place, (value, is_known) in enumerate(given):
+                if is_known and not known[place][1]:
+                    known[place] = value, is_known
+    return common
 
 
 def disagreeing(answers: Mapping[int, Answers], agreed: Answers) -> list[int]:
@@ -280,7 +299,7 @@ def disagreeing(answers: Mapping[int, Answers], agreed: Answers) -> list[int]:
         for rank, own in sorted(answers.items())
         if any(
             repr(mine) != repr(theirs)  # NaN equals NaN
-            for key, given in own.items()
-            for (mine, _), (theirs, _) in zip(given, agreed[key], strict=False)
+            for read, given in own.items()
+            for (mine, _), (theirs, _) in zip(given, agreed[read], strict=False)
         )
     ]

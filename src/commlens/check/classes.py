@@ -4,6 +4,10 @@ Ranks differ by their positions: the first and the last of a mesh dimension or o
 of a pipeline. Those are run first. Where two positions differ, ranks between them are run until the
 border is known. Ranks drawn at random then test the assumption. It remains an assumption for every
 rank that was not run.
+
+A pipeline of 64 ranks, for example, has three classes: the first rank, the last rank, and all
+others. Ranks 0, 32 and 63 are run, then ranks between them until the borders of the classes are
+known, then 8 ranks drawn at random.
 """
 
 from __future__ import annotations
@@ -61,20 +65,23 @@ class _Search:
         self._world = Dimension(1, world_size)
         self._node = Dimension(1, ranks_per_node)
         self._size = world_size
+        # Of the ranks that were run: their sequences, the number of each one's class, and by this
+        # number the sequences of a class.
         self._ran: dict[int, RankSequence] = {}
-        self._class_of: dict[int, int] = {}  # of the ranks that were run
+        self._class_of: dict[int, int] = {}
         self._members: list[list[RankSequence]] = []
         self._dimensions: list[Dimension] = [self._world]
         self._meshes: list[Dimension] = []
-        self._names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+        self._names: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # of groups
         self._random = random.Random(world_size)
-        # of a rank, of a place, of a class: they hold until another rank is run
+        # _run_and_classify clears these when it has run other ranks
         self._kind = cache(self._find_kind)
         self._nearest_class = cache(self._find_nearest_class)
         self._fixed_peers = cache(self._find_fixed_peers)
 
     def result(self, also: Iterable[int]) -> Classes:
         self._run_and_classify({0, self._size - 1, *also})
+        # the roots of collectives of the whole world do something else than the other ranks
         self._run_and_classify(
             {
                 op.args.root
@@ -83,7 +90,7 @@ class _Search:
                 if op.args.root is not None and len(op.channel.group.ranks) == self._size
             }
         )
-        self._run_and_classify(self._first_choice())
+        self._run_and_classify(self._corners_and_middles())
         drawn, surprising = 0, list[int]()
         for _ in range(_ROUNDS):
             self._find_borders()
@@ -97,11 +104,11 @@ class _Search:
             drawn += len(sample) - len(surprising)
             if not surprising or len(self._ran) >= _RUNS:
                 break
-        return self._all(drawn, sorted(surprising))
+        return self._with_predictions(drawn, sorted(surprising))
 
     # --- what to run
 
-    def _first_choice(self) -> set[int]:
+    def _corners_and_middles(self) -> set[int]:
         """Return the first, middle and last positions of each dimension, and of the dimensions of
         the program's groups together.
         """
@@ -121,12 +128,10 @@ class _Search:
         is known, and one rank for each combination of positions.
         """
         while len(self._ran) < _RUNS:
-            between = set(self._ranks_between_classes())
-            if not between:
-                between = set(self._without_a_model())
-            if not between:
+            wanted = set(self._ranks_between_classes()) or set(self._ranks_of_new_kinds())
+            if not wanted:
                 return
-            self._run_and_classify(sorted(between)[: _RUNS - len(self._ran)])
+            self._run_and_classify(sorted(wanted)[: _RUNS - len(self._ran)])
 
     def _ranks_between_classes(self) -> Iterator[int]:
         """Yield a rank between two neighbours of different classes along each dimension.
@@ -161,7 +166,7 @@ class _Search:
         ]
         return edges[len(edges) // 2] if edges else ranks[len(ranks) // 2]
 
-    def _without_a_model(self) -> Iterator[int]:
+    def _ranks_of_new_kinds(self) -> Iterator[int]:
         """Yield one rank for each combination of positions of which no rank was run."""
         known = {self._kind(rank) for rank in self._ran}
         for rank in range(self._size):
@@ -208,10 +213,12 @@ class _Search:
             dict.fromkeys(each for each in (*self._meshes, *nodes, self._world) if each.size > 1)
         )
 
-    # --- what the others do
+    # --- what the ranks do that were not run
 
     def _find_kind(self, rank: int) -> tuple[int, ...]:
-        """Return the classes of the positions of a rank along all dimensions but the world."""
+        """Return the classes of the positions of a rank along all dimensions but the world: ranks
+        of one kind are assumed to do the same.
+        """
         return tuple(
             self._nearest_class(each, each.position(rank))
             for each in self._dimensions
@@ -241,7 +248,8 @@ class _Search:
 
         return min(self._ran, key=unlikeness)
 
-    def _all(self, drawn: int, surprising: list[int]) -> Classes:
+    def _with_predictions(self, drawn: int, surprising: list[int]) -> Classes:
+        """Return all ranks, with a prediction for each that was not run."""
         self._run_and_classify(
             [rank for rank in range(self._size) if self._predict(rank) is None][:_RUNS]
         )
@@ -258,6 +266,9 @@ class _Search:
         return Classes(sequences, sorted(self._ran), classes, drawn, surprising)
 
     def _predict(self, rank: int) -> RankSequence | None:
+        """Return a rank's sequence: its own if it was run, else what the most similar rank does,
+        moved to it; None if that cannot be moved.
+        """
         if rank in self._ran:
             return self._ran[rank]
         like = self._most_similar_rank(rank)

@@ -6,6 +6,10 @@ those have run, and then receives their tensors, as it receives objects (``objec
 numbers count as known if each sender knew its own. If not, they are still consistent: the ranks
 send as many tokens as the others expect.
 
+An example is ``all_to_all_single(received, counts)`` on ranks 0 and 1. In their first runs, both
+send ``counts`` (``CheckExchange.gave``), and ``received`` is marked as undelivered. If a rank then
+takes a branch by ``received``, its tensors are wanted: in its second run it gets them.
+
 Calls of different ranks belong to one collective if they have the same number among the calls of
 their group, as on a real backend. A send and a receive belong together if they have the same number
 among the messages between their ranks, and among those with their tag. Tried on torch 2.13.0.
@@ -71,7 +75,8 @@ class _Call(NamedTuple):
     ranks: Ranks
     keys: list[Key]
     """The keys of the tensors that make up the result, one for each rank that sends."""
-    how: tuple[Any, ...]
+    agreed: tuple[Any, ...]
+    """The arguments that must be equal on its ranks: the reduce op, the tag."""
 
 
 class CheckExchange(tap.Subscriber):
@@ -136,15 +141,15 @@ class CheckExchange(tap.Subscriber):
         """
         group = self._origins.groups.find(tap.unbox_group(arguments[spec.process_group]))
         ranks = tuple(group.ranks)
-        sources, receiver = self._ends(spec, arguments, ranks)
-        line = (group.name, ranks, *(sources if receiver is not None else ()), receiver)
-        number, how = self._number_of_call(line, spec, arguments)
+        if spec.name == "recv_any_source_":
+            self._receives_from_any.add(ranks)
+        sources, receiver = self._sources_and_receiver(spec, arguments, ranks)
+        counter = (group.name, ranks, *(sources if receiver is not None else ()), receiver)
+        number, agreed = self._count_call(counter, spec, arguments)
         given = self._small_tensor(spec, arguments)
-        if (
-            given is None
-            or len(ranks) == 1
-            or (receiver is not None and ranks in self._receives_from_any)
-        ):
+        # which message a receive takes is not certain where others take one from any rank
+        is_uncertain = receiver is not None and ranks in self._receives_from_any
+        if given is None or len(ranks) == 1 or is_uncertain:
             return None
         kind = f"{TENSOR} {group.name}"
         keys: list[Key] = [(kind, source, receiver, ranks, number) for source in sources]
@@ -154,11 +159,11 @@ class CheckExchange(tap.Subscriber):
             known = origin is None or origin.known
             self.is_wanted |= origin is not None and origin.undelivered
             with torch._C.DisableTorchFunction():
-                message = Given(spec.name, how, known, splits, given).pack()
+                message = Given(spec.name, agreed, known, splits, given).pack()
             self.gave[keys[sources.index(self._rank)]] = message
             self._bytes += len(message[1])
         outputs = _outputs(spec, arguments)
-        return _Call(spec.name, outputs, ranks, keys, how) if outputs else None
+        return _Call(spec.name, outputs, ranks, keys, agreed) if outputs else None
 
     def returned(self, call: _Call | None, _: Any) -> None:
         """Write the result into the outputs of a call, if the tensors of all its ranks are
@@ -167,8 +172,8 @@ class CheckExchange(tap.Subscriber):
         if call is None or all(key[1] == self._rank for key in call.keys):
             return
         given = self._given_to(call)
-        met = "send" if call.name == "recv_" else call.name
-        if given is None or any((each.op, each.how) != (met, call.how) for each in given):
+        op = "send" if call.name == "recv_" else call.name
+        if given is None or any((each.op, each.agreed) != (op, call.agreed) for each in given):
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
             fits = result(given, call.ranks.index(self._rank), call.outputs)
@@ -198,14 +203,12 @@ class CheckExchange(tap.Subscriber):
 
     # --- one call
 
-    def _ends(
+    def _sources_and_receiver(
         self, spec: tap.OpSpec, arguments: tuple[Any, ...], ranks: Ranks
     ) -> tuple[Ranks, int | None]:
         """Return the ranks that send, and the rank that receives; None if all ranks of the group
         receive.
         """
-        if spec.name == "recv_any_source_":
-            self._receives_from_any.add(ranks)
         if spec.name in ("send", "recv_"):
             other = _rank_at(ranks, arguments[spec.peer])
             return ((self._rank,), other) if spec.name == "send" else ((other,), self._rank)
@@ -213,21 +216,23 @@ class CheckExchange(tap.Subscriber):
             return (_rank_at(ranks, arguments[spec.root]),), None
         return ranks, None
 
-    def _number_of_call(
-        self, line: tuple[Any, ...], spec: tap.OpSpec, arguments: tuple[Any, ...]
+    def _count_call(
+        self, counter: tuple[Any, ...], spec: tap.OpSpec, arguments: tuple[Any, ...]
     ) -> tuple[int, tuple[Any, ...]]:
-        """Return the call's number among the calls of its group, or among the messages between its
-        two ranks; and the arguments on which its ranks must agree.
+        """Count a call among the calls of its group, or among the messages between its two ranks.
+        Return its number, and the arguments that must be equal on its ranks.
         """
-        self._numbers[line] += 1
+        self._numbers[counter] += 1
+        number = self._numbers[counter]
         if spec.tag >= 0:
-            tagged = *line, "tag", int(arguments[spec.tag])
+            tag = int(arguments[spec.tag])
+            tagged = (*counter, "tag", tag)
             self._numbers[tagged] += 1
-            return self._numbers[line], (tagged[-1], self._numbers[tagged])
+            return number, (tag, self._numbers[tagged])
         if spec.reduce_op < 0:
-            return self._numbers[line], ()
+            return number, ()
         noted = noted_reduce_ops.get(threading.get_native_id())
-        return self._numbers[line], (reduce_op_name(noted or arguments[spec.reduce_op]),)
+        return number, (reduce_op_name(noted or arguments[spec.reduce_op]),)
 
     def _small_tensor(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> torch.Tensor | None:
         """Return the tensor that a rank sends, or receives into; None if it is not one that is
@@ -296,7 +301,7 @@ class Given(NamedTuple):
     """The tensor that one rank sends in a call."""
 
     op: str  # of c10d
-    how: tuple[Any, ...]  # other arguments on which ranks must agree, such as the reduce op
+    agreed: tuple[Any, ...]  # other arguments that must be equal on the ranks
     known: bool  # whether the rank decides the values alone, or knows all that they come from
     splits: tuple[int, ...]  # rows for each rank; empty: the same number for each
     tensor: torch.Tensor
@@ -310,11 +315,11 @@ class Given(NamedTuple):
 
 def unpack(message: Message) -> Given:
     """Return the tensor that :meth:`Given.pack` packed."""
-    op, how, known, splits, shape, dtype = pickle.loads(message[0])
+    op, agreed, known, splits, shape, dtype = pickle.loads(message[0])
     tensor = torch.empty(shape, dtype=dtype)
     if message[1]:
         tensor = torch.frombuffer(bytearray(message[1]), dtype=dtype).reshape(shape)
-    return Given(op, how, known, splits, tensor)
+    return Given(op, agreed, known, splits, tensor)
 
 
 def result(given: Sequence[Given], place: int, outputs: Sequence[torch.Tensor]) -> bool:
@@ -323,7 +328,7 @@ def result(given: Sequence[Given], place: int, outputs: Sequence[torch.Tensor]) 
     """
     first = given[0]
     if any(
-        (each.op, each.how, each.tensor.dtype) != (first.op, first.how, first.tensor.dtype)
+        (each.op, each.agreed, each.tensor.dtype) != (first.op, first.agreed, first.tensor.dtype)
         for each in given
     ):
         return False
@@ -343,7 +348,7 @@ def _contents(given: Sequence[Given], place: int) -> list[torch.Tensor]:
     """Return the tensors of a rank's result: one from each rank, or one reduced from all."""
     tensors = [each.tensor for each in given]
     if given[0].op == "allreduce_":
-        return _reduced(tensors, given[0].how[0])
+        return _reduced(tensors, given[0].agreed[0])
     if given[0].op != "alltoall_base_":
         return tensors
     parts = [_parts(each, len(given)) for each in given]

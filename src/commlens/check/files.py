@@ -1,5 +1,8 @@
-"""Files that a program looks for. Ranks run one after another, so a rank may find a file that
-another rank has written, where in a real job all ranks find it, or none.
+"""Note the files that a program looks for.
+
+The ranks of a fake world run one after another. So a rank may find a file that another rank has
+written, such as a checkpoint, where in a real job all ranks find it, or none. A line at which ranks
+found different files (:func:`changing`) is a guess of the check.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from commlens.tap.running_frames import kind_of_file
 from commlens.tracing.patches import Patches
 
 _PASSED_OVER = (FrameKind.PYTHON, FrameKind.TORCH)
-"""Code between the user's line and the look, such as ``torch.load``. Looks of other libraries are
-left out: they are for files of their own, such as caches.
+"""Code that may stand between the user's line and the call that looks for a file, as ``torch.load``
+does. Other libraries look for files of their own, such as caches, which are left out.
 """
 
 
@@ -58,7 +61,8 @@ class Files:
                 patches.wrap(owner, name, instead)
         patches.replace_aliases()
 
-    # looks inside of this one, if Python makes any, are for the same path
+    # Each of these stands in for functions of Python: it calls the original and notes the result.
+
     def _look(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> bool:
         found = bool(original(path, *args, **kwargs))
         self._note(path, int(found))
@@ -78,7 +82,7 @@ class Files:
     def _list(self, original: Any, path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         if not self._here.is_looking:
             names: list[str] = []
-            # a listing of its own: those of scandir and iterdir are lazy
+            # a listing of its own, since scandir and iterdir return iterators
             with contextlib.suppress(OSError), self._looking():
                 names = os.listdir(path)  # noqa: PTH208 - it may be a file descriptor
             self._note(path, _checksum(names), "/*")

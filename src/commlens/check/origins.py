@@ -1,7 +1,14 @@
 """The origins of tensors' values: whether the rank computes them alone, or other ranks send them.
 
 In a fake world nothing arrives. So a tensor that a collective wrote, and every result computed from
-it, has values that no real run would have. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+it, has values that no real run would have. In a world of ranks 0 and 1, the origins are::
+
+    x = torch.rand(3)      # None: the rank computes it alone
+    dist.all_reduce(x)     # ValueOrigin(alike={(0, 1)}): unknown, but the same on both ranks
+    y = x * 2              # the same origin
+    z = x + torch.rand(3)  # ValueOrigin(): unknown, and perhaps different
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

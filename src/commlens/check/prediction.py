@@ -2,7 +2,10 @@
 rank's own groups.
 
 The rank's groups are those along the same dimensions. A root has the same place in the group; a
-peer is at the same distance or at the same place.
+peer is at the same distance or at the same place. In a world of eight with tensor parallel groups
+of two, ``broadcast(root 0)`` in group (0, 1) on rank 0 becomes ``broadcast(root 6)`` in group
+(6, 7) on rank 7, and a send from rank 0 to rank 2 in (0, 2, 4, 6) becomes one from rank 5 to rank 7
+in (1, 3, 5, 7).
 """
 
 from __future__ import annotations
@@ -101,25 +104,28 @@ def predict(
         fixed: the indices of messages whose peer is at a fixed place of the group; None: all are.
     """
     try:
-        events = _Other(like, rank, names, fixed).events()
+        events = _MovedSequence(like, rank, names, fixed).events()
     except _NotAMember:
         return None
     return msgspec.structs.replace(like, rank=rank, events=events)
 
 
 def does_as(like: RankSequence, other: RankSequence, names: Names) -> bool:
-    """Check whether a rank does the same as another one."""
+    """Check whether a rank does the same as another one: each peer may be at the same distance as
+    the other rank's, or at the same place.
+    """
     if _facts(like) != _facts(other) or len(like.events) != len(other.events):
         return False
-    near, far = predict(like, other.rank, names), predict(like, other.rank, names, fixed=None)
-    if near is None or far is None:
+    at_distance = predict(like, other.rank, names)
+    at_place = predict(like, other.rank, names, fixed=None)
+    if at_distance is None or at_place is None:
         return False
     return all(
-        event in candidates
-        for event, *candidates in zip(
+        event in predictions
+        for event, *predictions in zip(
             _comparable(other.events),
-            _comparable(near.events),
-            _comparable(far.events),
+            _comparable(at_distance.events),
+            _comparable(at_place.events),
             strict=True,
         )
     )
@@ -134,7 +140,7 @@ class _NotAMember(Exception):
     """The rank is not in a group in which the other one calls a collective."""
 
 
-class _Other:
+class _MovedSequence:
     """A sequence, moved to another rank."""
 
     def __init__(
@@ -144,15 +150,16 @@ class _Other:
         self._rank = rank
         self._names = names
         self._fixed = fixed
+        # moved once, by id of the original: events that share a channel or arguments still do
         self._channels: dict[int, Channel] = {}
         self._args: dict[tuple[int, int], CollectiveArgs] = {}
-        self._renamed: dict[str, str] = {}
+        self._new_names: dict[str, str] = {}  # of groups, by their names on the other rank
         self._made_by_all = {
             dimension_of(event.call.channel.group.ranks)
             for event in like.events
             if isinstance(event, Setup) and like.rank not in event.call.channel.group.ranks
         }
-        """Dimensions of which every rank makes all groups."""
+        """Dimensions of which every rank makes all groups, also those that it is not in."""
 
     def events(self) -> list[Event]:
         return [self._event(event) for event in self._like.events]
@@ -164,7 +171,7 @@ class _Other:
             dimension = dimension_of(event.call.channel.group.ranks)
             return event if dimension in self._made_by_all else Setup(self._op(event.call))
         if isinstance(event, Leave):
-            return Leave(self._renamed.get(event.group, event.group))
+            return Leave(self._new_names.get(event.group, event.group))
         return event
 
     def _op(self, op: Collective) -> Collective:
@@ -178,24 +185,25 @@ class _Other:
     def _channel(self, channel: Channel) -> Channel:
         moved = self._channels.get(id(channel))
         if moved is None:
-            moved = self._channels[id(channel)] = self._moved(channel)
+            moved = self._channels[id(channel)] = self._moved_channel(channel)
         return moved
 
-    def _moved(self, channel: Channel) -> Channel:
+    def _moved_channel(self, channel: Channel) -> Channel:
+        """Return the channel of the rank's own group along the same dimension, which has the name
+        that was given to it at the same turn.
+        """
         group = channel.group
         dimension = dimension_of(group.ranks)
-        if self._like.rank not in group.ranks:
+        if self._rank in group.ranks or self._like.rank not in group.ranks:
             return channel
-        if dimension is None or self._rank in group.ranks:
-            if self._rank not in group.ranks:
-                raise _NotAMember
-            return channel
+        if dimension is None:
+            raise _NotAMember
         ranks = dimension.ranks(self._rank)
-        own = self._names.get((group.incarnation, group.ranks), ())
-        place = own.index(group.name) if group.name in own else 0
-        names = self._names.get((group.incarnation, ranks), ())
-        name = names[place] if place < len(names) else group.name
-        self._renamed[group.name] = name
+        names_there = self._names.get((group.incarnation, group.ranks), ())
+        turn = names_there.index(group.name) if group.name in names_there else 0
+        names_here = self._names.get((group.incarnation, ranks), ())
+        name = names_here[turn] if turn < len(names_here) else group.name
+        self._new_names[group.name] = name
         return Channel(
             msgspec.structs.replace(group, ranks=ranks, name=name),
             channel.device,

@@ -1,7 +1,10 @@
 """Run a program as every rank of a fake world, each in a forked process of its own.
 
 A process that needs an object of another rank waits until that rank's process has sent it. A rank
-is run again from its start only if a value that it assumed turned out to be wrong.
+is run again from its start only if a value that it assumed turned out to be wrong. If rank 1 calls
+``broadcast_object_list(src=0)``, its process is kept until rank 0 has been run. If rank 0 gathers
+an object of rank 1, which was not run yet, it goes on with a copy of its own object, and is run
+again if rank 1 then sends another one.
 
 Both ways are needed. Without an object, a rank cannot go on. To wait for each small tensor would
 cost a pause of all processes each time, though few of them decide anything; and of a large world,

@@ -1,4 +1,9 @@
-"""The sequences of all ranks of a world, judged: all ranks are run, or a few."""
+"""Run all ranks of a world, or a few of each class, and judge their sequences.
+
+A verdict may be open only because the program read a number that one rank alone cannot know, such
+as a loss that it logs. Then the ranks run again with very different numbers in its place: if they
+issue the same collectives each time, the number decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,12 @@ from commlens.check.sequence import RankSequence
 ALL_UP_TO = 16
 """Worlds of this size are run whole: little would be saved."""
 
+# A rank is blamed only if it was run: the most rounds of such runs, and the most ranks in one.
 _CONFIRMATIONS = 3
 _CONFIRMED_AT_ONCE = 32
 
 _NUMBERS = (0.0, math.inf, -math.inf, math.nan)
+"""Read in place of floats that cannot be followed: most comparisons turn out otherwise by one."""
 
 Judge = Callable[[Mapping[int, RankSequence]], Checked]
 
@@ -59,38 +66,37 @@ def _judged(
 ) -> Checked:
     """Judge the sequences. If it is only numbers that leave a fault open, try others."""
     checked = judge(sequences)
-    return judge(vary(ranks, sequences, ran)) if checked.hinges_on_numbers else checked
+    return judge(mark_idle(ranks, sequences, ran)) if checked.hinges_on_numbers else checked
 
 
-def vary(
+def mark_idle(
     ranks: RankProcesses, sequences: Mapping[int, RankSequence], ran: Collection[int]
 ) -> dict[int, RankSequence]:
-    """Return the sequences, in which decisions are marked that other numbers do not change.
+    """Return the sequences, with a mark on the reads of numbers that decide nothing: with other
+    numbers, the rank did the same.
 
     Args:
-        ranks: what ran the program.
+        ranks: the processes that ran the program.
         sequences: of all ranks.
-        ran: the ranks that were run. The others share their decisions with those they resemble.
+        ran: the ranks that were run. A predicted sequence shares its list of decisions with the
+            sequence of the rank after which it was made.
     """
-    same = {
+    unaffected = {
         rank
         for rank in ran
         if any(each.replaceable and each.is_open for each in sequences[rank].decisions)
     }
     for number in _NUMBERS:
-        if same:
-            varied = ranks.with_number(number).sequences_of(same)
-            same = {rank for rank in same if is_same(sequences[rank], varied[rank])}
-    idle = {id(sequences[rank].decisions) for rank in same}
-    return {
-        rank: msgspec.structs.replace(
-            sequence,
-            decisions=[
+        if unaffected:
+            varied = ranks.with_number(number).sequences_of(unaffected)
+            unaffected = {rank for rank in unaffected if is_same(sequences[rank], varied[rank])}
+    idle = {id(sequences[rank].decisions) for rank in unaffected}
+    marked = dict(sequences)
+    for rank, sequence in sequences.items():
+        if id(sequence.decisions) in idle:
+            decisions = [
                 msgspec.structs.replace(each, idle=True) if each.replaceable else each
                 for each in sequence.decisions
-            ],
-        )
-        if id(sequence.decisions) in idle
-        else sequence
-        for rank, sequence in sequences.items()
-    }
+            ]
+            marked[rank] = msgspec.structs.replace(sequence, decisions=decisions)
+    return marked

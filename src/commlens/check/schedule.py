@@ -3,6 +3,9 @@ the rules of a backend.
 
 This is a pure function. The order of events does not change how far each rank gets, except for a
 receive from any source: ``schedule`` tries each sender whose message it may take.
+
+Ranks 0 and 1 that both call ``send`` to each other, then ``recv``, wait for ever on gloo: the
+outcome has ``stuck == [0, 1]``, and each rank's ``blocked_in`` is its send.
 """
 
 from __future__ import annotations
@@ -130,7 +133,7 @@ class _Schedule:
         self._rules = rules
         self._clock = count(1).__next__
         self._choices = deque(choices)
-        self.widths: list[int] = []  # of each choice: how many senders were possible
+        self.widths: list[int] = []  # of each choice made: how many senders were possible
         self.ranks = {rank: RankState(sequence) for rank, sequence in sequences.items()}
         self._threads = [
             thread for sequence in sequences.values() for thread in _threads_of(sequence)
@@ -154,7 +157,7 @@ class _Schedule:
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
-            if not self._choose():
+            if not self._match_any_source():
                 break
         for thread in self._threads:
             if thread.blocked_in is not None:
@@ -281,10 +284,14 @@ class _Schedule:
         self._start_next(op.stream)
 
     def _start_next(self, stream: deque[Op]) -> None:
-        """Start the next op of a stream, and of the streams that can go on because of it."""
+        """Start the next op of a stream, and of the streams that can go on because of it.
+
+        An op that completes calls this method again. The outermost call then does the work, since
+        a recursion as deep as a stream is long would be too deep.
+        """
         self._moving.append(stream)
         if len(self._moving) > 1:
-            return  # the call that runs already does it: a stream may be long
+            return
         while self._moving:
             self._start_head(self._moving[0])
             self._moving.popleft()
@@ -295,7 +302,7 @@ class _Schedule:
         batch = stream[0].record.coalescing_id if stream else 0
         for place, op in enumerate(list(stream)):
             if place and (not batch or op.record.coalescing_id != batch):
-                break
+                break  # only the ops of one batch run together
             if not op.started:
                 self._start(op)
 
@@ -384,7 +391,7 @@ class _Schedule:
             self._complete(send)
             self._complete(receive)
 
-    def _choose(self) -> bool:
+    def _match_any_source(self) -> bool:
         """Let one receive from any source take a message. Return False if none can."""
         for box, receives in self._receives.items():
             first = next((one for one in receives if one.record.peer is None), None)

@@ -197,11 +197,13 @@ def test_data_and_what_torch_exchanges_itself_are_left_out() -> None:
     assert not Run(0, program, {}).exchange.gave
 
 
-def given(op: str, *values: Any, how: Any = (), splits: Any = (), dtype: Any = None) -> list[Given]:
+def given(
+    op: str, *values: Any, agreed: Any = (), splits: Any = (), dtype: Any = None
+) -> list[Given]:
     """Return what the ranks give, as it comes out of their messages."""
     splits = splits or [()] * len(values)
     return [
-        unpack(Given(op, how, True, split, torch.tensor(value, dtype=dtype)).pack())
+        unpack(Given(op, agreed, True, split, torch.tensor(value, dtype=dtype)).pack())
         for value, split in zip(values, splits, strict=True)
     ]
 
@@ -224,7 +226,7 @@ def test_a_message_holds_a_tensor(value: Any, dtype: torch.dtype) -> None:
         else torch.tensor(value, dtype=dtype)
     )
     back = unpack(Given("send", (0, 1), False, (), tensor).pack())
-    assert (back.op, back.how, back.known, back.splits) == ("send", (0, 1), False, ())
+    assert (back.op, back.agreed, back.known, back.splits) == ("send", (0, 1), False, ())
     assert back.tensor.dtype is dtype and torch.equal(back.tensor, tensor)
 
 
@@ -233,17 +235,17 @@ def test_a_message_holds_a_tensor(value: Any, dtype: torch.dtype) -> None:
     [("MIN", [1, 2]), ("MAX", [3, 5]), ("SUM", [4, 7]), ("PRODUCT", [3, 10])],
 )
 def test_numbers_are_reduced(name: str, expected: list[int]) -> None:
-    assert taken(given("allreduce_", [1, 5], [3, 2], how=(name,)), (2,)) == [expected]
+    assert taken(given("allreduce_", [1, 5], [3, 2], agreed=(name,)), (2,)) == [expected]
 
 
 def test_a_sum_wraps_as_on_a_backend() -> None:
-    ranks = given("allreduce_", [200], [100], how=("SUM",), dtype=torch.uint8)
+    ranks = given("allreduce_", [200], [100], agreed=("SUM",), dtype=torch.uint8)
     assert taken(ranks, (1,), dtype=torch.uint8) == [[44]]
 
 
 def test_flags_are_reduced_by_min_and_max_only() -> None:
     for name, expected in (("MIN", [[False]]), ("MAX", [[True]]), ("SUM", None)):
-        ranks = given("allreduce_", [True], [False], how=(name,))
+        ranks = given("allreduce_", [True], [False], agreed=(name,))
         assert taken(ranks, (1,), dtype=torch.bool) == expected
 
 
@@ -263,10 +265,10 @@ def test_each_rank_gets_its_part() -> None:
 @pytest.mark.parametrize(
     "ranks",
     [
-        given("allreduce_", [1], how=("SUM",))
-        + given("allreduce_", [1], how=("SUM",), dtype=torch.int32),
-        given("allreduce_", [1], [1, 2], how=("SUM",)),
-        given("allreduce_", [1], [2], how=(None,)),
+        given("allreduce_", [1], agreed=("SUM",))
+        + given("allreduce_", [1], agreed=("SUM",), dtype=torch.int32),
+        given("allreduce_", [1], [1, 2], agreed=("SUM",)),
+        given("allreduce_", [1], [2], agreed=(None,)),
         given("allgather_", [1], [2, 3]),
         given("alltoall_base_", [1, 2], [4, 5], splits=[(1, 0), (2, 0)]),
         given("alltoall_base_", [1, 2], [4, 5], splits=[(2, 0), (2, 0)]),

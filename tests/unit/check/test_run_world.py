@@ -11,7 +11,7 @@ from sequences import Player, play
 
 from commlens.check.branches import BranchLine
 from commlens.check.judge import judge
-from commlens.check.run_world import run_classes, run_whole, vary
+from commlens.check.run_world import mark_idle, run_classes, run_whole
 from commlens.check.sequence import RankSequence
 from commlens.model.collective import Frame
 
@@ -109,7 +109,7 @@ class NumberedRanks:
 
 
 def idle_after(ranks: Any, sequences: dict[int, RankSequence], ran: set[int]) -> dict[int, Any]:
-    varied = vary(ranks, sequences, ran)
+    varied = mark_idle(ranks, sequences, ran)
     return {rank: [each.idle for each in varied[rank].decisions] for rank in varied}
 
 
