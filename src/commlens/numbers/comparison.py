@@ -3,12 +3,17 @@ far.
 
 A *part* is what one set of ranks reported of the tensors with one relation (``Relation`` in
 :mod:`commlens.model.numbers`), such as all parameters that must be equal on ranks 0 and 1.
+
+If ranks 0, 1 and 2 must have ``fc.weight`` alike, and after step 7 rank 1 reports another hash, the
+check finds one :class:`Diverged`: culprit 1, step 7, tensor ``("parameter", "fc.weight")`` with the
+sides ``[0, 2]`` and ``[1]``, and ``equal_at`` the step of the last check in which they agreed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from commlens.model.cause import (
@@ -89,11 +94,29 @@ _WHY: Final[Mapping[TensorKind, Why]] = {
 
 
 class Learned(NamedTuple):
-    """A tensor that agreed on all ranks at the last check."""
+    """A tensor that is not declared a replica, at its last check."""
 
     digest: int
     changes: int  # after which it agreed again
     step: int
+
+
+@dataclass
+class _Agreement:
+    """The last check in which a set of ranks had its tensors alike."""
+
+    step: int
+    digests: dict[Key, int]
+
+
+class _Checked(NamedTuple):
+    """The check that is compared now."""
+
+    check: CheckId
+    reports: Mapping[int, NumbersReport]
+    parts: Sequence[RelatedTables]
+    equal: Sequence[RelatedTables]
+    """The parts whose tensors must be equal."""
 
 
 class TensorComparison:
@@ -102,13 +125,15 @@ class TensorComparison:
     """
 
     def __init__(self) -> None:
-        # of each source and set of ranks: the last check without a difference, and its digests
-        self._equal_at: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._agreed: dict[tuple[str, tuple[int, ...]], dict[Key, int]] = {}
+        # by the subject of the checks and the set of ranks
+        self._agreed: dict[tuple[str, tuple[int, ...]], _Agreement] = {}
         self._learned: dict[tuple[str, tuple[int, ...], Key], Learned] = {}
+        # by the set of ranks that must have different batches: the hash of each rank's last batch
         self._batches: dict[tuple[int, ...], dict[int, int]] = {}
+        # by the subject of the checks: the last one without NaN, and the newest ones
         self._without_nan: dict[str, int] = {}
         self._history: dict[str, deque[Compared]] = {}
+        # the differences that were found: a label for their kind, and the ranks
         self._found: set[tuple[str, tuple[int, ...]]] = set()
         self.other_ops: tuple[int, list[OpSide]] | None = None
         """The first step in which ranks ran different ops, although their values did not differ,
@@ -129,72 +154,58 @@ class TensorComparison:
         if check.source == EVERY_OP:
             return self._divergence(check, reports, parts)
         equal = [part for part in parts if must_be_equal(part, check)]
+        is_of_nan = check.source == NAN
         found = [
-            *(
-                _first_nan(check, reports)
-                if check.source == NAN
-                else self._not_finite(check, reports)
-            ),
-            *self._unequal(check, reports, equal, parts),
+            *(_first_nan(check, reports) if is_of_nan else self._not_finite(check, reports)),
+            *self._unequal(_Checked(check, reports, parts, equal)),
             *self._same(check, [part for part in parts if part.relation == "different"]),
         ]
         for part in equal:
             if part.agrees:
-                at = check.subject, part.ranks
-                self._equal_at[at] = check.number
                 table = next(iter(part.tables.values()))
-                self._agreed[at] = {each.key: each.digest for each in table.measures}
+                digests = {each.key: each.digest for each in table.measures}
+                self._agreed[check.subject, part.ranks] = _Agreement(check.number, digests)
         return found
 
     # --- tensors that must be equal
 
-    def _unequal(
-        self,
-        check: CheckId,
-        reports: Mapping[int, NumbersReport],
-        equal: Sequence[RelatedTables],
-        parts: Sequence[RelatedTables],
-    ) -> list[Diverged]:
+    def _unequal(self, now: _Checked) -> list[Diverged]:
+        """Return the causes why tensors differ that must be equal."""
+        check = now.check
         not_declared = [
             part
-            for part in parts
+            for part in now.parts
             if part.relation in ("presumed", "learned") and not must_be_equal(part, check)
         ]
         differences = [
-            *find_differences(equal, check.tolerance),
+            *find_differences(now.equal, check.tolerance),
             *self._new_differences(check, not_declared),
         ]
         history = self._history.setdefault(check.subject, deque(maxlen=_HISTORY))
         counted = [each for each in differences if each.key[0] != "rng" or each.learned]
         history.append(Compared(check.number, len(counted)))
-        return self._causes_of(check, reports, differences, equal, parts)
+        return self._causes_of(now, differences)
 
-    def _causes_of(
-        self,
-        check: CheckId,
-        reports: Mapping[int, NumbersReport],
-        differences: Sequence[Difference],
-        equal: Sequence[RelatedTables],
-        parts: Sequence[RelatedTables],
-    ) -> list[Diverged]:
+    def _causes_of(self, now: _Checked, differences: Sequence[Difference]) -> list[Diverged]:
         """Return the causes that were not found before: first of what an optimizer's step depends
         on, then of each other kind.
         """
-        of_rng = _of_kinds(differences, ["rng"])
-        order, own = find_other_order(equal), find_own_tensors(check, reports, equal)
+        check = now.check
+        rng = _of_kinds(differences, ["rng"])
         trained = _of_kinds(differences, TRAINED)
-        ranks = sorted(reports) if own else all_ranks([*trained, *([order] if order else [])])
+        order = find_other_order(now.equal)
+        own = find_own_tensors(check, now.reports, now.equal)
+        ranks = sorted(now.reports) if own else all_ranks([*trained, *([order] if order else [])])
         found: list[Diverged] = []
         if self._note_training(check, ranks, order):
-            found.append(self._diverged(check, ranks, trained, order, own, of_rng, parts, equal))
-        learned = [each for each in of_rng if each.learned]
+            found.append(self._diverged(now, ranks, trained, rng, order, own))
         for kind, label in (("buffer", "buffer"), ("value", check.source), ("rng", "rng")):
             some = _of_kinds(differences, [kind])
             if kind == "rng":  # random numbers count if nothing else differs
-                some = [] if found else learned
+                some = [] if found else [each for each in rng if each.learned]
             ranks = all_ranks(some)
             if ranks and self._note(label, ranks, check):
-                found.append(self._diverged(check, ranks, some, None, [], of_rng, parts, equal))
+                found.append(self._diverged(now, ranks, some, rng))
         return found
 
     def _note_training(
@@ -219,23 +230,28 @@ class TensorComparison:
 
     def _diverged(
         self,
-        check: CheckId,
+        now: _Checked,
         ranks: Sequence[int],
         differences: Sequence[Difference],
-        order: Difference | None,
-        own: list[OwnTensors],
         rng: Sequence[Difference],
-        parts: Sequence[RelatedTables],
-        equal: Sequence[RelatedTables],
+        order: Difference | None = None,
+        own: Sequence[OwnTensors] = (),
     ) -> Diverged:
+        """Return the cause of some differences.
+
+        Args:
+            now: the check in which they were found.
+            ranks: that have any of them.
+            differences: the tensors that differ.
+            rng: differences of random number generators, which may explain them.
+            order: the first parameter or module that ranks have at another place.
+            own: tensors that only some ranks have.
+        """
+        check = now.check
         roots = [order] if order is not None else roots_of(differences)
         ranks = all_ranks(roots) if roots else list(ranks)
-        steps = [
-            step
-            for (source, compared), step in self._equal_at.items()
-            if source == check.subject and not set(compared).isdisjoint(ranks)
-        ]
-        equal_at = max((step for step in steps if step < check.number), default=None)
+        steps = [each.step for each in self._agreements(check, ranks) if each.step < check.number]
+        equal_at = max(steps, default=None)
         lone = find_lone_word(roots)
         stale = self._stale(check, roots)
         departure = find_departure(roots, own, order, lone, stale, rng, equal_at)
@@ -243,7 +259,7 @@ class TensorComparison:
         learned = any(each.learned for each in roots)
         doubt = doubt_about(blamed_by, learned)
         kind = roots[0].key[0] if roots else "parameter"
-        others = other_kinds(roots, differences, equal)
+        equal_kinds, unequal_kinds = other_kinds(roots, differences, now.equal)
         return Diverged(
             kind="diverged",
             why=_WHY[kind] if departure != "other-random-numbers" else "rng",
@@ -261,12 +277,20 @@ class TensorComparison:
             departure=departure,
             tensors=[tensor_of(each, lone) for each in roots[:SHOWN]],
             differing=len(roots),
-            compared=count_tensors(parts),
-            equal_kinds=others[0],
-            unequal_kinds=others[1],
-            only_on=own,
+            compared=count_tensors(now.parts),
+            equal_kinds=equal_kinds,
+            unequal_kinds=unequal_kinds,
+            only_on=list(own),
             history=list(self._history[check.subject]),
         )
+
+    def _agreements(self, check: CheckId, ranks: Collection[int]) -> list[_Agreement]:
+        """Return when sets of ranks agreed last that have any of these ranks."""
+        return [
+            agreement
+            for (subject, together), agreement in self._agreed.items()
+            if subject == check.subject and not set(together).isdisjoint(ranks)
+        ]
 
     def _stale(self, check: CheckId, roots: Sequence[Difference]) -> list[int]:
         """Return the ranks that did not take the last step: each differing tensor has exactly two
@@ -275,14 +299,7 @@ class TensorComparison:
         """
         stale: set[int] = set()
         for root in roots:
-            # the hashes of the tensor when its ranks agreed last
-            before = {
-                digests[root.key]
-                for (source, ranks), digests in self._agreed.items()
-                if source == check.subject
-                and root.key in digests
-                and not set(ranks).isdisjoint(root.ranks)
-            }
+            before = {each.digests.get(root.key) for each in self._agreements(check, root.ranks)}
             old: list[dict[int, Measure]] = []
             changed: list[dict[int, Measure]] = []
             for side, measure in zip(root.sides, root.measures, strict=True):
@@ -340,14 +357,17 @@ class TensorComparison:
         if not is_replica or not (is_telling(first) or is_set_up_alike):
             return []
         if before is not None:
-            at_all = check.subject, part.ranks
-            self._equal_at[at_all] = before.step
-            self._agreed.setdefault(at_all, {})[key] = before.digest
+            agreement = self._agreed.setdefault(
+                (check.subject, part.ranks), _Agreement(before.step, {})
+            )
+            agreement.step = before.step
+            agreement.digests[key] = before.digest
         return differences_of(key, [measures], check.tolerance, learned=True)
 
     # --- values that must differ
 
     def _same(self, check: CheckId, parts: Sequence[RelatedTables]) -> list[Diverged]:
+        """Return the causes why ranks have the same values that must have different ones."""
         found = []
         for part in parts:
             sides = equal_sides(part)
