@@ -232,7 +232,7 @@ def waits(given: Finds) -> Finds:
 
 def wait_once(torch: Any, model: Any, optimizer: Any, step: Any, busy: Any, on_gpu: bool) -> Finds:
     """Begin a check behind a kernel, then launch another step."""
-    from commlens.numbers.inspection import Inspection, look_at
+    from commlens.numbers.inspection import Inspection, tensors_to_check
     from commlens.numbers.replicas import Model
 
     whole = Model([model], (0, 1))
@@ -240,7 +240,7 @@ def wait_once(torch: Any, model: Any, optimizer: Any, step: Any, busy: Any, on_g
     busy(KERNEL_S)
     began, cpu = time.perf_counter(), time.thread_time()
     with sync_warnings(torch, on_gpu) as heard:
-        inspection = Inspection(look_at(whole, optimizer))
+        inspection = Inspection(tensors_to_check(whole, optimizer))
     call_s, call_cpu_s = time.perf_counter() - began, time.thread_time() - cpu
     read = Reading(inspection)
     step()
@@ -262,7 +262,7 @@ def wait_once(torch: Any, model: Any, optimizer: Any, step: Any, busy: Any, on_g
 
 def launches(torch: Any, model: Any, optimizer: Any, on_gpu: bool) -> Finds:
     """Count the kernels and copies that a check launches, by torch's profiler."""
-    from commlens.numbers.inspection import Inspection, look_at
+    from commlens.numbers.inspection import Inspection, tensors_to_check
     from commlens.numbers.replicas import Model
 
     if not on_gpu:
@@ -271,7 +271,7 @@ def launches(torch: Any, model: Any, optimizer: Any, on_gpu: bool) -> Finds:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            Inspection(look_at(Model([model], (0, 1)), optimizer)).read()
+            Inspection(tensors_to_check(Model([model], (0, 1)), optimizer)).read()
             torch.cuda.synchronize()
         return {
             each.key: each.count for each in profiled.key_averages() if each.key.startswith("cu")

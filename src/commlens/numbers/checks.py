@@ -65,7 +65,7 @@ def check_numbers(
         CommandError: there is no default group, this rank is not in ``group``, or no tensor is
             known to be replicated.
     """
-    from commlens.numbers.inspection import Inspection, look_at
+    from commlens.numbers.inspection import Inspection, tensors_to_check
     from commlens.numbers.replicas import Model, find_roots
 
     ranks = _ranks_of("commlens.check_numbers()", group)
@@ -82,7 +82,7 @@ def check_numbers(
     exchange = exchange_of(ranks)
     if exchange is None:
         return Verdict(summary="there is no other rank to compare with")
-    exchange.send(check, Inspection(look_at(whole, optimizer)))
+    exchange.send(check, Inspection(tensors_to_check(whole, optimizer)))
     return verdict_on(exchange, check)
 
 
@@ -179,7 +179,7 @@ def _compare(
 ) -> None:
     import torch
 
-    from commlens.numbers.inspection import Inspection, Looked
+    from commlens.numbers.inspection import CheckedTensor, Inspection
     from commlens.numbers.measuring import Named, reason_to_skip
     from commlens.numbers.replicas import Replicas, local_part
 
@@ -198,8 +198,8 @@ def _compare(
     exchange = exchange_of(ranks)
     if exchange is None:
         return
-    looked = Looked(Named("value", name, tensor), (Replicas(ranks, relation),))
-    exchange.send(check, Inspection([looked]))
+    checked = CheckedTensor(Named("value", name, tensor), (Replicas(ranks, relation),))
+    exchange.send(check, Inspection([checked]))
 
 
 def _ranks_of(caller: str, group: Any) -> tuple[int, ...]:

@@ -1,4 +1,9 @@
-"""The cause that fits how tensors came to differ, and the ranks to blame."""
+"""The cause that fits how tensors came to differ, and the ranks to blame.
+
+The differences of the first kind of tensor that differs are the *roots*: of gradients and
+parameters the gradients, since the parameters follow from them. If rank 1 alone has another
+``fc.weight``, in one bit, the departure is "one-bit", and rank 1 is to blame by the majority.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
 """The first op after which the ranks' values differ: a pure function of the ops that they ran.
 
 An op that gives different outputs for the same inputs has gone wrong, wherever it runs. Ranks may
-compute different values from different data, so other ops are looked at only where they write to a
+compute different values from different data, so other ops are examined only where they write to a
 tensor that the ranks had alike when the step began.
+
+For example, ranks 0 and 1 begin with the same weight, and the optimizer's ``add_`` leaves different
+weights, because its gradients differ: the departure is "other-inputs". Its inputs are followed back
+through the ops that made them, to the first op of the backward pass that had other inputs: these
+ops are the ``origins``.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ class SharedTensor(NamedTuple):
 class Divergence(NamedTuple):
     """An op after which ranks have different values; the side with the most ranks comes first."""
 
-    position: int  # the first rank's number of ops before
+    position: int  # the number of ops before it, on the rank that ran it first
     departure: Departure
     key: Key  # the tensor that is written; of other ops, the op
     sides: list[list[int]]
     hashes: list[int | None]  # of each side; None: the op does not run there
     ops: list[OpSide]
-    origins: list[OpSide]  # the ops that made the differing input
+    origins: list[OpSide]  # with departure "other-inputs": the ops that made the differing input
 
 
 class OpsOfRank(NamedTuple):
@@ -90,6 +95,7 @@ def first_other_op(logs: Mapping[int, OpLog]) -> list[OpSide]:
 
 def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Divergence]:
     """Return the ops that gave ranks different outputs for the same inputs."""
+    # by op, arguments and inputs; by rank; by outputs: the position of the first such op
     results: dict[tuple[object, ...], dict[int, dict[tuple[int, ...], int]]] = {}
     for each in ranks.values():
         for position, run in enumerate(each.log.runs):
@@ -98,7 +104,7 @@ def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Divergence]:
                 of_rank.setdefault(each.rank, {}).setdefault(run.outputs, position)
     found = []
     for by_rank in results.values():
-        # An op whose output changes on one rank depends on something that is not seen here.
+        # An op whose output changes on one rank depends on more than the inputs that are seen here.
         if len(by_rank) < 2 or any(len(outputs) > 1 for outputs in by_rank.values()):
             continue
         outputs = {rank: next(iter(each)) for rank, each in by_rank.items()}
@@ -106,7 +112,8 @@ def _other_results(ranks: Mapping[int, OpsOfRank]) -> list[Divergence]:
             positions = {rank: next(iter(each.values())) for rank, each in by_rank.items()}
             index = _first_that_differs(list(outputs.values()))
             hashes = {rank: output[index] for rank, output in outputs.items()}
-            op = ranks[min(positions)].log.runs[positions[min(positions)]].op
+            lowest = min(positions)
+            op = ranks[lowest].log.runs[positions[lowest]].op
             found.append(_divergence("other-result", ("op-output", op), ranks, positions, hashes))
     return found
 
@@ -130,14 +137,16 @@ def _other_changes(
     }
     found = []
     for each in shared:
-        present = [rank for rank in each.ranks if rank in ranks]
-        lists = {rank: changes[rank].get(each.key, []) for rank in present}
-        for at_once in zip_longest(*lists.values()):
-            now = dict(zip(lists, at_once, strict=True))
-            hashes = {rank: change.digest if change else None for rank, change in now.items()}
+        of_tensor = {rank: changes[rank].get(each.key, []) for rank in each.ranks if rank in ranks}
+        # the first changes of all ranks, then the second ones; None on a rank without another one
+        for nth_changes in zip_longest(*of_tensor.values()):
+            by_rank: dict[int, _TensorChange | None] = dict(
+                zip(of_tensor, nth_changes, strict=True)
+            )
+            hashes = {rank: change.digest if change else None for rank, change in by_rank.items()}
             if len(set(hashes.values())) > 1:
                 positions = {
-                    rank: change.position if change else None for rank, change in now.items()
+                    rank: change.position if change else None for rank, change in by_rank.items()
                 }
                 departure = _departure_of(ranks, positions)
                 found.append(_divergence(departure, each.key, ranks, positions, hashes))
@@ -162,7 +171,7 @@ def _departure_of(ranks: Mapping[int, OpsOfRank], positions: Mapping[int, int | 
     """Return how the ops of ranks differ that leave a tensor different."""
     runs = [ranks[rank].run(position) for rank, position in positions.items()]
     ops = {run.op if run is not None else None for run in runs}
-    if "" in ops:
+    if "" in ops:  # no op: other code wrote to the tensor
         return "changed-outside"
     if len(ops) > 1:
         return "other-op"
@@ -184,8 +193,8 @@ def _divergence(
 ) -> Divergence:
     by_hash = grouped((hashes[rank], rank) for rank in sorted(positions))
     sides = sorted(by_hash.values(), key=lambda side: (-len(side), side))
-    at = [positions[side[0]] for side in sides]
     members = [[ranks[rank] for rank in side] for side in sides]
+    at = [positions[side[0]] for side in sides]  # the lowest rank stands for its side
     return Divergence(
         min(position for position in positions.values() if position is not None),
         departure,
@@ -217,13 +226,12 @@ def _op_side(side: Sequence[OpsOfRank], position: int | None) -> OpSide:
 
 
 def _origins(sides: Sequence[Sequence[OpsOfRank]], positions: Sequence[int | None]) -> list[OpSide]:
-    """Return the ops, but for the optimizer's, that made the first other input."""
+    """Return the ops that made the first input that differs: follow it back through ops with
+    differing inputs, up to an op of the backward pass or to ops of different names.
+    """
     firsts = [side[0] for side in sides]
     at = list(positions)
-    while True:
-        made = _made_by(firsts, at)
-        if not made:
-            break
+    while made := _made_by(firsts, at):
         at = made
         runs = [first.run(position) for first, position in zip(firsts, at, strict=True)]
         is_done = any(
@@ -238,7 +246,9 @@ def _origins(sides: Sequence[Sequence[OpsOfRank]], positions: Sequence[int | Non
 
 
 def _made_by(firsts: Sequence[OpsOfRank], positions: Sequence[int | None]) -> list[int | None]:
-    """Return where the first other input was made on each rank, if known on any."""
+    """Return the positions of the ops that made the first input that differs; empty if no rank ran
+    one, or the ops' inputs are the same or cannot be compared.
+    """
     runs = [first.run(position) for first, position in zip(firsts, positions, strict=True)]
     inputs = [run.inputs for run in runs if run is not None]
     if len(inputs) < len(firsts) or len({len(each) for each in inputs}) > 1:

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -176,8 +177,16 @@ def log_stop(error: Exception) -> None:
     log.debug("the error that ends the checks", exc_info=error)
 
 
+@dataclass
+class _Reports:
+    """The reports on one check, until all of its ranks have reported."""
+
+    since: float  # when the first one was taken, by time.monotonic()
+    by_rank: dict[int, NumbersReport] = field(default_factory=dict)
+
+
 class Collector:
-    """The reports of all ranks, by check, until all ranks of a check have reported."""
+    """Collects the reports of all ranks, and compares those of a check once all are there."""
 
     def __init__(
         self, meeting: Meeting, ranks: Sequence[int], on_diverged: Callable[[Verdict], None]
@@ -186,9 +195,8 @@ class Collector:
         self._ranks = set(ranks)
         self._on_diverged = on_diverged
         self._comparison = TensorComparison()
-        self._waiting: dict[CheckId, dict[int, NumbersReport]] = {}
-        self._since: dict[CheckId, float] = {}
-        self._answered: list[str] = []
+        self._waiting: dict[CheckId, _Reports] = {}
+        self._answered: list[str] = []  # names of the newest answers, which ranks may still read
         self._told_other_ops = False
         self._leaving: set[int] = set()  # ranks whose last report came with the newest reports
         self._left: set[int] = set()  # ranks all of whose reports have been taken
@@ -215,13 +223,12 @@ class Collector:
                 continue
             if answer_name(report.check) in self._answered:
                 continue  # it comes too late
-            self._waiting.setdefault(report.check, {})[report.rank] = report
-            self._since.setdefault(report.check, now)
-        for check in list(self._waiting):
+            self._waiting.setdefault(report.check, _Reports(now)).by_rank[report.rank] = report
+        for check, reports in list(self._waiting.items()):
             absent = self._absent(check)
             if not absent or (self._left.issuperset(absent) and not check.wait_s):
                 self._compare(check, [])
-            elif now - self._since[check] > (check.wait_s or _LATE_S):
+            elif now - reports.since > (check.wait_s or _LATE_S):
                 self._compare(check, absent)
             elif len(self._waiting) > _WAITING_MAX:
                 self._forget(check)
@@ -243,20 +250,23 @@ class Collector:
             log.warning("commlens: %s", steps_compared(self._steps))
 
     def _absent(self, check: CheckId) -> list[int]:
-        """Return the ranks that have not reported a check."""
-        reports = self._waiting[check]
-        told: set[int] = set()
-        learned: set[int] = set()
+        """Return the ranks that have not reported a check. If the check names no ranks, they are
+        those of its tables: of tensors that are declared replicas, else of those that may be.
+        """
+        reports = self._waiting[check].by_rank
+        declared: set[int] = set()
+        presumed: set[int] = set()
         for report in reports.values():
             for table in report.tables:
                 if table.relation != "output":
-                    of = learned if table.relation in ("presumed", "learned") else told
-                    of.update(table.ranks)
-        expected = set(check.ranks) or told or learned or self._ranks
+                    is_presumed = table.relation in ("presumed", "learned")
+                    (presumed if is_presumed else declared).update(table.ranks)
+        expected = set(check.ranks) or declared or presumed or self._ranks
         return sorted(expected - reports.keys())
 
     def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
-        reports = self._waiting[check]
+        """Compare the reports of a check, report what differs, and forget the check."""
+        reports = self._waiting[check].by_rank
 
         def load(digest: str) -> TensorTable | None:
             content = self._meeting.value(table_name(check, digest))
@@ -289,8 +299,7 @@ class Collector:
             self._on_diverged(verdict_of(cause))
 
     def _forget(self, check: CheckId) -> None:
-        reports = self._waiting.pop(check)
-        del self._since[check]
+        reports = self._waiting.pop(check).by_rank
         digests = {table.digest for report in reports.values() for table in report.tables}
         with contextlib.suppress(OSError, RuntimeError):
             self._meeting.discard([table_name(check, digest) for digest in digests])

@@ -1,4 +1,9 @@
-"""The tensors of one check: those of a model and its optimizer that other ranks hold, too."""
+"""The tensors of one check: those of a model and its optimizer that other ranks hold, too.
+
+For a linear layer in DDP on ranks 0 and 1, :func:`tensors_to_check` yields its weight and bias,
+their gradients and their optimizer states, each with ``Replicas((0, 1), "equal")``. An
+:class:`Inspection` of them measures hashes, and returns one table for these two ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,8 @@ _HYPERPARAMETERS = ("lr", "momentum", "weight_decay", "eps", "alpha", "dampening
 _WATCHED_FOR_NAN = ("parameter", "optimizer-state")
 
 
-class Looked(NamedTuple):
-    """A tensor of this rank, and the ranks that hold it, too."""
+class CheckedTensor(NamedTuple):
+    """A tensor of this rank, and the sets of ranks that hold it, too."""
 
     named: Named
     kept_by: tuple[Replicas, ...]
@@ -37,7 +42,7 @@ class Inspection:
     """The tensors of one check, which are being measured.
 
     Args:
-        looked: the tensors. They may change as soon as this returns.
+        tensors: to measure. They may change as soon as this returns.
         nans: report parameters and optimizer states that are NaN.
         first_nan: where NaN came up.
         outputs: of collectives, which are being measured already.
@@ -45,7 +50,7 @@ class Inspection:
 
     def __init__(
         self,
-        looked: Iterable[Looked] = (),
+        tensors: Iterable[CheckedTensor] = (),
         *,
         nans: bool = True,
         first_nan: NanEvent | None = None,
@@ -53,13 +58,9 @@ class Inspection:
     ) -> None:
         self.first_nan = first_nan
         self._nans = nans
-        self._kept_by: list[tuple[Replicas, ...]] = []
-        named = []
-        for each in looked:
-            if reason_to_skip(each.named.tensor) is None:
-                named.append(each.named)
-                self._kept_by.append(each.kept_by)
-        self._unread = Unread(named)
+        measured = [each for each in tensors if reason_to_skip(each.named.tensor) is None]
+        self._kept_by = [each.kept_by for each in measured]
+        self._unread = Unread([each.named for each in measured])
         self._outputs = outputs
         self.ops: OpLog | None = None  # of a check of every op
 
@@ -82,20 +83,20 @@ class Inspection:
         ], nans
 
 
-def look_at(
+def tensors_to_check(
     model: Model,
     optimizer: Any = None,
     *,
     only: Collection[int] | None = None,
     buffers: bool = True,
-) -> Iterator[Looked]:
+) -> Iterator[CheckedTensor]:
     """Yield the tensors of a check.
 
     Args:
-        model: whose parameters, gradients and buffers are looked at.
+        model: whose parameters, gradients and buffers are compared.
         optimizer: whose states and hyperparameters are, too.
-        only: the ids of the parameters to look at; None: all.
-        buffers: look at the buffers, and at the parameters that are not trained, too.
+        only: the ids of the parameters to compare; None: all.
+        buffers: compare the buffers, and the parameters that are not trained, too.
     """
     kept_by_all: set[Replicas] = set()
     for place, parameter in model.parameters():
@@ -103,15 +104,15 @@ def look_at(
         if only is not None and id(parameter) not in only and not is_frozen:
             continue
         kept_by_all.update(place.kept_by)
-        yield Looked(Named("parameter", place.name, local_part(parameter)), place.kept_by)
+        yield CheckedTensor(Named("parameter", place.name, local_part(parameter)), place.kept_by)
         if parameter.grad is not None:
             gradient = Named("gradient", place.name, local_part(parameter.grad))
-            yield Looked(gradient, _kept_like(parameter, parameter.grad, place))
+            yield CheckedTensor(gradient, _kept_like(parameter, parameter.grad, place))
         if optimizer is not None:
             yield from _states(optimizer, place, parameter)
     if buffers:
         for name, buffer, kept_by in model.buffers():
-            yield Looked(Named("buffer", name, local_part(buffer)), kept_by)
+            yield CheckedTensor(Named("buffer", name, local_part(buffer)), kept_by)
     if optimizer is not None:
         yield from _hyperparameters(optimizer, model)
     if any(hasattr(parameter, "placements") for _, parameter in model.parameters()):
@@ -129,17 +130,17 @@ def _kept_like(parameter: Any, other: Any, place: TensorPlace) -> tuple[Replicas
     )
 
 
-def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[Looked]:
+def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[CheckedTensor]:
     state = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
     for name, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor):
-            yield Looked(
+            yield CheckedTensor(
                 Named("optimizer-state", f"{name} of {place.name}", local_part(value), place.name),
                 _kept_like(parameter, value, place),
             )
 
 
-def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
+def _hyperparameters(optimizer: Any, model: Model) -> Iterator[CheckedTensor]:
     for index, group in enumerate(optimizer.param_groups):
         alike = (_set_up_alike(model, each) for each in group["params"])
         kept_by = max(alike, key=_how_many, default=())
@@ -149,7 +150,7 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Looked]:
                 if isinstance(value, (int, float)) and not isinstance(value, bool) and kept_by:
                     title = f"{name}[{number}]" if isinstance(values, tuple) else name
                     tensor = torch.tensor(float(value), dtype=torch.float64)
-                    yield Looked(
+                    yield CheckedTensor(
                         Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
                     )
 
@@ -170,7 +171,7 @@ def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
     return place.kept_by if place is not None else ()
 
 
-def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Looked]:
+def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[CheckedTensor]:
     """Yield the state of the random number generator, which may explain why other tensors differ:
     with tensor parallel, ranks that hold the same tensors compute the same. It is compared on its
     own where tensor parallel ranks draw numbers in their forward passes: once they have had the
@@ -180,7 +181,7 @@ def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Loo
     if not any(map(has_fsdp, model.alive())):
         state = torch.get_rng_state()
         kept_by = tuple(each for each in sorted(kept_by_all) if each.relation != "learned")
-        yield Looked(Named("rng", "the CPU's generator", state), kept_by)
+        yield CheckedTensor(Named("rng", "the CPU's generator", state), kept_by)
     for root in filter(draws_random_numbers, model.alive()):
         ranks = tensor_parallel_ranks(root)
         device = next(root.parameters()).device
@@ -193,5 +194,5 @@ def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Loo
                 else torch.get_rng_state()
             )
             name = f"the generator of {device.type}" if on_device else "the CPU's generator"
-            yield Looked(Named("rng", name, state), (Replicas(ranks, "learned"),))
+            yield CheckedTensor(Named("rng", name, state), (Replicas(ranks, "learned"),))
             return

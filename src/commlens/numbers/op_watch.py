@@ -1,4 +1,11 @@
-"""Every op of a step, with hashes of all that it reads and writes (``check_numbers: every-op``).
+"""Record every op of a step, with hashes of all that it reads and writes (``check_numbers:
+every-op``).
+
+``F.linear(x, weight, bias)`` in a module ``fc`` becomes ``OpRun("aten.addmm.default", arguments,
+inputs=(<hash of bias>, <of x>, <of weight>), outputs=(<of the result>,), writes=(), place=4)``,
+where place 4 is ``OpPlace("fc", source="train.py:81")``. An op that writes to a known tensor, such
+as an optimizer's ``add_``, has the tensor's new hash in ``writes``. Hashes are computed on the
+device; until the end of the step, an op has only their positions in a list.
 
 A dispatch mode of the thread that trains sees the ops, also those of backward passes. It stays
 entered, because modes must be left in the order in which they were entered, and passes ops on
@@ -26,7 +33,7 @@ from commlens.model.grouping import grouped
 from commlens.model.numbers import CheckId, Key, OpLog, OpPlace, OpRun
 from commlens.numbers.comparison import EVERY_OP
 from commlens.numbers.exchange import Exchange
-from commlens.numbers.inspection import Inspection, Looked, look_at
+from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
 from commlens.numbers.measuring import hash_without_nan, reason_to_skip
 from commlens.numbers.model_inputs import is_training
 from commlens.numbers.replicas import Model, find_roots, plain_name
@@ -117,10 +124,10 @@ class OpWatch:
         register_module_forward_hook(self._leave, always_call=True)
         self._mode.__enter__()
 
-    def start(self, looked: Iterable[Looked]) -> None:
+    def start(self, tensors: Iterable[CheckedTensor]) -> None:
         """Begin a step, in which these tensors are known by name."""
         self.is_on = False
-        self._begin(looked)
+        self._begin(tensors)
         self.is_on = self.error is None
 
     def stop(self) -> None:
@@ -129,14 +136,14 @@ class OpWatch:
         self.is_on = False
         self._begin([])
 
-    def _begin(self, looked: Iterable[Looked]) -> None:
+    def _begin(self, tensors: Iterable[CheckedTensor]) -> None:
         self._runs: list[_Run] = []
         self._hashes: list[torch.Tensor] = []
         self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
         self._after = ""
         self.too_many = False
         known = []
-        for each in looked:
+        for each in tensors:
             tensor = each.named.tensor
             if reason_to_skip(tensor) is None and tensor.is_contiguous():
                 begin = tensor.data_ptr()
@@ -144,7 +151,8 @@ class OpWatch:
                 known.append(_KnownTensor((each.named.kind, each.named.name), tensor, begin, end))
         self._known = sorted(known, key=lambda each: each.begin)
         self._begins = [each.begin for each in self._known]
-        self._strangers: set[int] = set()  # known tensors that a collective has written
+        # known tensors that a collective writes at a time of its own: they are not compared
+        self._written_by_collectives: set[int] = set()
         self._initial = [self._hash(each.tensor) for each in self._known]
 
     def take(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
@@ -229,8 +237,7 @@ class OpWatch:
             self._after = f"{func._schema.name.partition('::')[2].strip('_')}" + (
                 f" at {place[2]}" if place[2] else ""
             )
-            # it writes these tensors at a time of its own
-            self._strangers |= {
+            self._written_by_collectives |= {
                 number
                 for each in self._written(about, args, kwargs)
                 for number in self._known_in(each)
@@ -312,7 +319,7 @@ class OpWatch:
         end = begin + _extent(tensor)
         number = max(0, bisect_right(self._begins, begin) - 1)
         while number < len(self._known) and self._known[number].begin < end:
-            if self._known[number].end > begin and number not in self._strangers:
+            if self._known[number].end > begin and number not in self._written_by_collectives:
                 yield number
             number += 1
 
@@ -407,14 +414,14 @@ class OpChecks:
         """Record the ops from now on."""
         self._models = models
         states = list(optimizers) or [None]
-        looked: list[Looked] = []
+        tensors: list[CheckedTensor] = []
         for model in models:
             for number, optimizer in enumerate(states):
-                some = look_at(model, optimizer, buffers=not number)
+                some = tensors_to_check(model, optimizer, buffers=not number)
                 kinds = _NAMED if not number else ("optimizer-state",)
-                looked += [each for each in some if each.named.kind in kinds]
-        self._before = Inspection(looked, nans=False)
-        self._watch.start(looked)
+                tensors += [each for each in some if each.named.kind in kinds]
+        self._before = Inspection(tensors, nans=False)
+        self._watch.start(tensors)
 
     def stop(self) -> None:
         """Record nothing any more."""

@@ -105,8 +105,9 @@ class OutputWatch(tap.WaitSubscriber):
             frame = sys._getframe(1)
             group = tap.unbox_group(arguments[spec.process_group])
             ranks = group_ranks(group)
-            is_odd = is_coalescing(group) or is_capturing() or self._is_in_other_thread()
-            if len(ranks) < 2 or is_odd or not _is_waited_for(frame):
+            # the n-th collective is the same one on all ranks only if one thread issues them all
+            is_unnumbered = is_coalescing(group) or is_capturing() or self._is_in_other_thread()
+            if len(ranks) < 2 or is_unnumbered or not _is_waited_for(frame):
                 return None
             name = unique_name(group)
             number = self._counts[name] = self._counts.get(name, 0) + 1

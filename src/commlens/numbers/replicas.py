@@ -1,6 +1,11 @@
 """Which ranks must hold the same bytes of a tensor: according to DDP, to the placements and the
 mesh of a DTensor, and to Megatron's groups.
 
+On a mesh of 2 x 2 ranks with dimensions dp and tp, a weight that is replicated along dp and sharded
+along tp is the same on ranks 0 and 2, and on 1 and 3: on rank 0 it has ``Replicas((0, 2),
+"equal")``. A parameter of a plain module has ``Replicas((0, 1, 2, 3), "learned")``: it must be the
+same only once it has been the same while it changed.
+
 Megatron trains plain tensors. It marks the tensors of which each tensor parallel rank has its own
 shard, and keeps its groups in ``megatron.core.parallel_state``. Nothing of it is imported here.
 Tried with megatron-core 0.16.1.

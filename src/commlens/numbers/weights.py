@@ -2,8 +2,9 @@
 
 A tensor is hashed as 32-bit words: the sum of each word times an odd 64-bit weight of its position,
 modulo 2**64. Any one word that differs changes the hash, and two tensors whose words are in another
-order have other hashes. The hash is linear, so the difference of two hashes shows which word
-differs, if only one does.
+order have other hashes. The hash is linear: if only the word at position p differs, by d, the
+hashes differ by d times the weight of p. So p is the position at which the difference of the hashes
+divided by the weight is a small number.
 
 Standard library only, but for :func:`lone_word`, which needs numpy.
 """

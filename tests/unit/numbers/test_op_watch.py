@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.model.numbers import OpPlace, OpRun
-from commlens.numbers.inspection import look_at
+from commlens.numbers.inspection import tensors_to_check
 from commlens.numbers.op_watch import OpWatch, module_names
 from commlens.numbers.replicas import Model
 
@@ -30,7 +30,7 @@ class Watched:
         self.start()
 
     def start(self) -> None:
-        self.watch.start(look_at(Model([self.model], (0,)), self.optimizer))
+        self.watch.start(tensors_to_check(Model([self.model], (0,)), self.optimizer))
 
     def step(self) -> None:
         self.optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The watch for NaN does not disturb the program."""
+"""Tests of src/commlens/numbers/nan_watch.py: the watch for NaN does not disturb the program."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlens.numbers import sampling
-from commlens.numbers.sampling import NanWatch
+from commlens.numbers import nan_watch
+from commlens.numbers.nan_watch import NanWatch
 
 
 def unreadable(_tensor: Any) -> None:
@@ -42,7 +42,7 @@ def test_an_error_ends_the_watch_only(
     watch: NanWatch, monkeypatch: pytest.MonkeyPatch, look_at: Callable[[torch.Tensor], Any]
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(sampling, "reason_to_skip", unreadable)
+        patched.setattr(nan_watch, "reason_to_skip", unreadable)
         look_at(torch.ones(2))
     assert str(watch.error) == "unreadable"
     look_at(torch.tensor([float("nan")]))

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from commlens.numbers.fsdp_modules import FsdpModules
 from commlens.numbers.replicas import Model
-from commlens.numbers.sampling import FsdpModules
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
