@@ -1,7 +1,13 @@
 """One rank's operations as columns, the result of every reader and the input of diagnosis.
 
 A dump of 2,000 operations becomes a few arrays and a few dozen interned objects, so that thousands
-of ranks can be aligned without an object per operation.
+of ranks can be aligned without an object per operation. Two all_reduces of the default group, of
+which the second is in flight, are these columns::
+
+    channel = [0, 0]             # channels[0]: the default group of NCCL
+    sequence = [1, 2]
+    args_index = [0, 0]          # args[0]: all_reduce of float32 [1024]
+    state = [COMPLETED, STARTED]
 
 Imports numpy, so only code that reads dumps imports this module.
 """
@@ -24,24 +30,31 @@ from commlens.model.ranklog import End, RankLog
 
 SCHEDULED: Final = 0
 """``state``: enqueued, and not known to have started, which is never known without timing."""
-STATES: Final = ("scheduled", "started", "completed", "retired")
-"""The values of ``state`` in words."""
 STARTED: Final = 1
 COMPLETED: Final = 2
 RETIRED: Final = 3
 """``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed
 out.
 """
+STATES: Final = ("scheduled", "started", "completed", "retired")
+"""The values of ``state`` in words."""
 
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
-REMARKS: Final = ("broadcast-wait", "ras-behind", "ras-rank", "store-lost", "lagging")
-"""vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a
-communicator launched fewer operations than others, the last up to this one, and lists this rank of
-it after the number that it launched; this rank does not reach torch's store any more; torch's
-desync report names this rank as lagging.
-"""
+REMARKS: Final = (
+    # vLLM waits for a reader of its broadcast: for so many seconds
+    "broadcast-wait",
+    # NCCL's RAS report: some ranks of a communicator launched fewer operations than others, the
+    # last one with this number; the "ras-rank" lines after it name these ranks
+    "ras-behind",
+    "ras-rank",
+    # this rank does not reach torch's store any more
+    "store-lost",
+    # torch's desync report names this rank as lagging
+    "lagging",
+)
+"""What a log shows besides operations. Each kind comes with a number."""
 
 
 class EndingLine(NamedTuple):
@@ -74,27 +87,25 @@ def _interned_frame(file: str, line: int, function: str) -> Frame:
     return Frame(file, line, function, _kind_of(file))
 
 
+_NATIVE_SUFFIXES: Final = (".cpp", ".cc", ".h", ".hpp", ".cu", ".so")
+# folders of a torch that is built in its source tree, which is not in site-packages
+_IN_TORCH: Final = (
+    "/torch/distributed/",
+    "/torch/nn/",
+    "/torch/utils/",
+    "/torch/_",
+    "/torch/optim/",
+)
+
+
 @lru_cache(maxsize=4096)
 def _kind_of(file: str) -> FrameKind:
-    if (
-        file in ("", "??")
-        or file.endswith((".cpp", ".cc", ".h", ".hpp", ".cu", ".so"))
-        or ".so." in file
-    ):
+    if file in ("", "??") or file.endswith(_NATIVE_SUFFIXES) or ".so." in file:
         return FrameKind.NATIVE
     if file.startswith("<frozen"):
         return FrameKind.PYTHON
-    if "/torch/" in file and any(
-        part in file
-        for part in (
-            "/torch/distributed/",
-            "/torch/nn/",
-            "/torch/utils/",
-            "/torch/_",
-            "/torch/optim/",
-        )
-    ):
-        return FrameKind.TORCH  # a torch that is built in its source tree is not in site-packages
+    if any(folder in file for folder in _IN_TORCH):
+        return FrameKind.TORCH
     return frame_kind(file, [])
 
 
@@ -138,7 +149,7 @@ class RankColumns(RankLog, kw_only=True, eq=False):
     version: str = ""  # of the file format
     # Unix ns when the file was last written, so the dump is not newer; 0 if unknown
     written_ns: int = 0
-    # some could not be read, perhaps the newest: nothing tells what the rank did not issue
+    # some entries could not be read, perhaps the newest: what the rank did not issue is unknown
     lost_entries: bool = False
     # a retired operation may be in flight: its recorder sees what is issued, not what completes
     issued_only: bool = False
@@ -149,37 +160,38 @@ class RankColumns(RankLog, kw_only=True, eq=False):
     args: list[CollectiveArgs] = field(default_factory=list)
     call_stacks: list[Stack] = field(default_factory=list)
     status: dict[str, Status] = field(default_factory=dict)  # by group name
-    # by group name: the rank's number in the group, as far as a log tells it
-    numbers: dict[str, int] = field(default_factory=dict)
     # all process groups in the file, used or not
     groups: list[Channel] = field(default_factory=list)
+
+    # --- of a text log
+    attempt: int = 1  # the number of the attempt that is read, the last one in the log
+    # it is of the job as a whole, and not of the rank that may be in its name
+    of_job: bool = False
+    # by group name: the rank's number in the group, as far as a line has it
+    numbers: dict[str, int] = field(default_factory=dict)
+    # torch's watchdog found that a collective took longer than its timeout
+    timed_out: bool = False
     # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
     timeouts: list[str] = field(default_factory=list)
     # wire op and number of the same, where no group is named
     unplaced: list[tuple[str, int]] = field(default_factory=list)
-    # torch's watchdog found that a collective took longer than its timeout, according to a log
-    timed_out: bool = False
-    # what else a log shows, by REMARKS: kind and number
-    remarks: list[tuple[str, int]] = field(default_factory=list)
-    # cause of the process's death in a log: the last line of a traceback, a CUDA error
-    exception: str = ""
-    # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
-    launcher_signal: str = ""
-    # lines that tell why the job or a process ended; the same for all ranks
-    endings: list[EndingLine] = field(default_factory=list)
-    # which attempt a log tells of, its last one; those before are left out
-    attempt: int = 1
-    # the launcher raised the exception
-    by_launcher: bool = False
-    # a log tells of the job as a whole, and not of the rank that may be in its name
-    of_job: bool = False
-    # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
+    # seconds for which torch's watchdog thread had made no progress, as its monitor says
     stuck_watchdog_s: int = 0
-    # Of a dump that is reduced to what diagnosis needs:
+    # cause of the process's death: the last line of a traceback, a CUDA error
+    exception: str = ""
+    by_launcher: bool = False  # the launcher raised the exception
+    # the same for all ranks: "SIGHUP", the signal that ended the launcher; the lines that say why
+    # the job or a process ended; further facts, by REMARKS, with their numbers
+    launcher_signal: str = ""
+    endings: list[EndingLine] = field(default_factory=list)
+    remarks: list[tuple[str, int]] = field(default_factory=list)
+
+    # --- of a dump that is reduced to what diagnosis needs
     timed: bool = False  # it records when an operation starts on the device
     only_active: bool = False  # it holds no completed operation, though there were some
     unbroken: int = 0  # number of records, if their ids are consecutive; else 0
 
+    # --- the columns, by DTYPES
     channel: Integers = _column("channel")
     args_index: Integers = _column("args_index")
     stack: Integers = _column("stack")
@@ -200,15 +212,13 @@ class RankColumns(RankLog, kw_only=True, eq=False):
 
     @property
     def is_log(self) -> bool:
-        """Whether it is of a text log, in which a rank may have no line about a collective that it
-        issued.
-        """
+        """Whether it is of a text log, which need not have a line about each collective."""
         return self.origin == TEXT_LOG
 
     @property
     def tells_nothing(self) -> bool:
         """Whether a text log only mentions the rank."""
-        known = (
+        facts = (
             len(self)
             or self.status
             or self.timeouts
@@ -216,7 +226,7 @@ class RankColumns(RankLog, kw_only=True, eq=False):
             or self.stuck_watchdog_s
             or self.timed_out
         )
-        return self.is_log and not known and self.observation.end is End.UNKNOWN
+        return self.is_log and not facts and self.observation.end is End.UNKNOWN
 
     @property
     def wrapped(self) -> bool:

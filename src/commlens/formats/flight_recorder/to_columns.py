@@ -1,5 +1,10 @@
 """Interpret a Flight Recorder table: process groups, operations, states, coalesced groups, and the
 rank that wrote it.
+
+The table has the entries' raw values by column; everything here is computed for all entries at
+once. An entry ``nccl:all_reduce`` of group ``("0", "default_pg")`` with state "scheduled" and
+``retired: false``, for example, is an ``all_reduce`` on the channel (default group, cuda), in
+flight.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ _Made = TypeVar("_Made")
 def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns, ranks = _read_about(table, source)
+    # the distinct profiling names, and each entry's index into them
     texts = [clean(text) for text in table.names]
     names, name_index = [read_name(text) for text in texts], table.column("name")
     channel, columns.channels = _channels(table, names, ranks)
@@ -67,6 +73,7 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
         columns.issued_only = len(collectives) > 0 and bool((collectives == RETIRED).all())
         columns.issued_messages = bool(is_message.any())
         state = _states_of_hooks(state, channel, is_message)
+    # for each entry the one whose state it has: that which closes its coalesced group, or itself
     ends = _ends_of_groups(coalesced, closes, state)
     duration = table.column("duration_ms")
     columns.set_columns(
@@ -283,14 +290,25 @@ def _pairs(
     of_names: list[tuple[Any, ...]],
     make: Callable[..., _Made],
 ) -> tuple[Integers, list[_Made]]:
-    """Return each entry's index, and by index what ``make`` makes of a value of the column and of
-    what belongs to the entry's name.
+    """Make one object for each distinct pair of a column's value and a property of the entry's
+    name, and return each entry's index into these objects.
+
+    If the column is ``[0, 0, 1]`` and all names have the property ``("nccl", "cuda")``, the objects
+    are ``make(0, "nccl", "cuda")`` and ``make(1, "nccl", "cuda")``, and the index is ``[0, 0, 1]``.
+
+    Args:
+        column: of each entry.
+        name_index: of each entry, the index of its name.
+        of_names: of each name, its property.
+        make: makes an object from a value of the column and a property.
     """
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(of_names))}
-    of_name = np.array([numbers[value] for value in of_names], "int64")
-    codes, index = _distinct(column.astype("int64") * len(numbers) + of_name[name_index])
-    values, count = list(numbers), len(numbers)
-    return index, [make(code // count, *values[code % count]) for code in codes.tolist()]
+    distinct = list(dict.fromkeys(of_names))
+    numbers = {value: number for number, value in enumerate(distinct)}
+    number_of_name = np.array([numbers[value] for value in of_names], "int64")
+    # a pair as one number, so that the distinct pairs are found at once
+    count = len(distinct)
+    codes, index = _distinct(column.astype("int64") * count + number_of_name[name_index])
+    return index, [make(code // count, *distinct[code % count]) for code in codes.tolist()]
 
 
 def _distinct(codes: Integers) -> tuple[Integers, Integers]:
@@ -414,16 +432,18 @@ def _closed_batches(
     of_batch = is_message.copy()
     collectives, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
     ends = np.flatnonzero(closes & ~is_message)
+    # of each entry that closes a group, the entry before it on its channel; -1: none
     order = np.argsort(channel, kind="stable")
     follows = channel[order[1:]] == channel[order[:-1]]
     previous = np.full(len(channel), -1)
     previous[order[1:][follows]] = order[:-1][follows]
     before = previous[ends]
-    first = before < 0
-    same_message = ~first & (messages[before] == messages[ends])
-    same_collective = ~first & (collectives[before] == collectives[ends])
+    is_first = before < 0
+    same_message = ~is_first & (messages[before] == messages[ends])
+    same_collective = ~is_first & (collectives[before] == collectives[ends])
     closes_messages = is_message[before] & ~closes[before] & same_message
-    of_batch[ends] = closes_messages | (same_collective & ~same_message) | (first & lost)
+    lost_members = (same_collective & ~same_message) | (is_first & lost)
+    of_batch[ends] = closes_messages | lost_members
     return of_batch
 
 

@@ -1,8 +1,14 @@
-"""Join a log's lines to what they tell of each rank.
+"""Collect what a log's lines say about each rank.
 
 :class:`LogParser` reads the lines: those of torch's watchdog here, exceptions in
-:mod:`~commlens.formats.torch_log.tracebacks`. After the last line it places what no line could
-place alone, and :mod:`~commlens.formats.torch_log.log_columns` converts the result.
+:mod:`~commlens.formats.torch_log.tracebacks`. After the last line it assigns to ranks and groups
+what no line could assign alone, and :mod:`~commlens.formats.torch_log.log_columns` converts the
+result. So the lines ::
+
+    [rank1]:[E...] [PG ID 0 PG GUID 0(default_pg) Rank 1] ... WorkNCCL(SeqNum=8, OpType=ALLREDUCE...
+    [rank1]: ValueError: no batch is left
+
+become columns of rank 1 with an all_reduce of number 8 in flight, and with an exception.
 """
 
 from __future__ import annotations
@@ -104,9 +110,7 @@ class LogParser:
         self._job.store_lines = []
 
     def _about(self, rank: int) -> RankLines | None:
-        """Return the state of a rank, also of one that no line has told of; None of one rank too
-        many.
-        """
+        """Return what lines have said about a rank so far; None for a rank beyond the limit."""
         if rank not in self._ranks:
             if len(self._ranks) >= _RANKS_MAX:
                 return None
@@ -305,7 +309,7 @@ class LogParser:
         """Add the ranks that NCCL's own lines name, and the ops that they issued."""
         self._job.world_size = max(self._job.world_size, self._nccl.world_size())
         for rank, pid in self._pids.items():
-            self._nccl.tell_rank(pid, rank)
+            self._nccl.note_rank(pid, rank)
         self._match_last_errors()
         for process, rank in self._nccl.ranks().items():
             about = self._about(rank)
@@ -330,7 +334,7 @@ class LogParser:
         for text, pids in said.items():
             ranks = raised.get(text, set())
             if len(pids) == 1 == len(ranks):
-                self._nccl.tell_rank(pids.pop(), min(ranks))
+                self._nccl.note_rank(pids.pop(), min(ranks))
 
     def _assign_unnamed_errors(self) -> None:
         """Give what C++ and the device print without a rank to the rank whose exception is of the

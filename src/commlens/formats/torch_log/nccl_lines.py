@@ -3,6 +3,13 @@ NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align these across ranks.
 
 A line shows that a rank issued a collective, not that it completed. So those that all ranks of a
 communicator issued alike count as completed, and those from the first difference on as in flight.
+
+From these lines of ranks 0 and 1 (shortened), collective 1 has completed and 2 is in flight::
+
+    n1:70:70 [0] NCCL INFO AllReduce: opCount 0 ... count 8 datatype 7 op 0 root 0 comm 0x1
+    n1:71:71 [1] NCCL INFO AllReduce: opCount 0 ... count 8 datatype 7 op 0 root 0 comm 0x2
+    n1:70:70 [0] NCCL INFO AllReduce: opCount 1 ... count 8 datatype 7 op 0 root 0 comm 0x1
+    n1:71:71 [1] NCCL INFO Broadcast: opCount 1 ... count 8 datatype 7 op 0 root 0 comm 0x2
 """
 
 from __future__ import annotations
@@ -80,7 +87,7 @@ class NcclPlace(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Wires:
+class _Hardware:
     """The GPU and the network adapters of a process."""
 
     gpu: int
@@ -90,12 +97,14 @@ class _Wires:
 
 @dataclass(slots=True)
 class _Member:
-    rank: int = -1
+    """A communicator of one process."""
+
+    rank: int = -1  # in the communicator
     size: int = 0
-    id: str = ""
+    id: str = ""  # equal on all ranks; older versions print none
     order: int = 0  # among the process's communicators of this size
-    calls: list[tuple[int, NcclCall]] = field(default_factory=list)
-    sends: bool = False
+    calls: list[tuple[int, NcclCall]] = field(default_factory=list)  # by number, from 1
+    sends: bool = False  # it has messages, which NCCL counts with the collectives
 
 
 class NcclLines:
@@ -103,28 +112,28 @@ class NcclLines:
 
     def __init__(self) -> None:
         self._members: dict[_Process, dict[str, _Member]] = defaultdict(dict)
-        self._wires: dict[_Process, _Wires] = {}
-        self._told: dict[_Process, int] = {}
+        self._hardware: dict[_Process, _Hardware] = {}
+        self._printed_ranks: dict[_Process, int] = {}
         self._count = 0
         self.warnings: dict[_Process, list[str]] = defaultdict(list)
 
     def add(self, line: str, rank: int = -1) -> None:
-        """Parse a line; ``rank``: that its prefix tells, -1 if it has none."""
+        """Parse a line. ``rank`` is that in its prefix, -1 if it has none."""
         head = _HEAD.search(line)
         if head is None:
             return
         process, text = (head["host"], head["pid"]), head["text"]
         if rank >= 0:
-            self._told[process] = rank
+            self._printed_ranks[process] = rank
         if head["warning"]:
             if len(self.warnings[process]) < _WARNINGS_MAX:
                 self.warnings[process].append(head["warning"][:_WARNING_MAX])
             return
-        wires = self._wires.setdefault(process, _Wires(int(head["gpu"])))
+        hardware = self._hardware.setdefault(process, _Hardware(int(head["gpu"])))
         if via := _VIA.search(text):
-            wires.used.add(int(via[1]))
+            hardware.used.add(int(via[1]))
         elif text.startswith("NET/IB"):
-            wires.names |= {int(number): name for number, name in _ADAPTERS.findall(text)}
+            hardware.names |= {int(number): name for number, name in _ADAPTERS.findall(text)}
         if call := _CALL.search(text):
             self._add_call(self._members[process].setdefault(call["comm"], _Member()), call)
         elif comm := _COMM.search(text):
@@ -140,11 +149,11 @@ class NcclLines:
             comm["id"] or member.id,
         )
 
-    def tell_rank(self, pid: str, rank: int) -> None:
+    def note_rank(self, pid: str, rank: int) -> None:
         """Note the rank of a process, as its launcher prints it; none if several have this pid."""
         known = [process for process in {*self._members, *self.warnings} if process[1] == pid]
         if len(known) == 1:
-            self._told.setdefault(known[0], rank)
+            self._printed_ranks.setdefault(known[0], rank)
 
     def _add_call(self, member: _Member, call: re.Match[str]) -> None:
         op = watchdog_wire_op(call["op"])
@@ -172,15 +181,17 @@ class NcclLines:
         else the rank in its lines' prefix or from its launcher, unless several processes have that
         rank.
         """
-        size, counts = self.world_size(), Counter(self._told.values())
-        told = {process: rank for process, rank in self._told.items() if counts[rank] == 1}
+        size, counts = self.world_size(), Counter(self._printed_ranks.values())
+        printed = {
+            process: rank for process, rank in self._printed_ranks.items() if counts[rank] == 1
+        }
         largest = [
             (process, member.rank)
             for process, members in sorted(self._members.items())
             for member in members.values()
             if member.size == size
         ]
-        known = told | {process: rank for process, rank in largest if rank >= 0}
+        known = printed | {process: rank for process, rank in largest if rank >= 0}
         rest = {process for process, _ in largest} - {*known}
         free = set(range(size)) - {*known.values()} if len(rest) == 1 else set()
         return known | dict(zip(rest, free, strict=True)) if len(free) == 1 else known
@@ -189,13 +200,13 @@ class NcclLines:
         """Return where each rank runs, by its global rank."""
         found = {}
         for process, rank in self.ranks().items():
-            wires = self._wires.get(process)
-            if wires is None:
+            hardware = self._hardware.get(process)
+            if hardware is None:
                 continue
-            used = {wires.names.get(number, "") for number in wires.used}
+            used = {hardware.names.get(number, "") for number in hardware.used}
             nic = used.pop() if len(used) == 1 else ""
-            nics = tuple(name for _, name in sorted(wires.names.items()))
-            found[rank] = NcclPlace(process[0], wires.gpu, nic, nics)
+            nics = tuple(name for _, name in sorted(hardware.names.items()))
+            found[rank] = NcclPlace(process[0], hardware.gpu, nic, nics)
         return found
 
     def world_size(self) -> int:
@@ -209,38 +220,38 @@ class NcclLines:
         """Return the communicators on which at least two ranks issued collectives that can be
         aligned.
         """
-        ranks, found = (
-            self.ranks(),
-            defaultdict[tuple[int, str, int], list[tuple[int, _Member]]](list),
-        )
+        ranks = self.ranks()
+        # of one size and id, or without an id of one order
+        found = defaultdict[tuple[int, str, int], list[tuple[int, _Member]]](list)
         for process, members in sorted(self._members.items()):
             for member in members.values():
                 if member.rank < 0 and member.size == self.world_size():
                     member.rank = ranks.get(process, -1)
                 if process in ranks and member.size > 1:
-                    found[member.size, member.id, 0 if member.id else member.order].append(
-                        (ranks[process], member)
-                    )
-        several = [
-            self._communicator(number, members)
-            for number, (_, members) in enumerate(
-                sorted(found.items(), key=lambda item: (-item[0][0], *item[0][1:]))
-            )
+                    key = member.size, member.id, 0 if member.id else member.order
+                    found[key].append((ranks[process], member))
+        largest_first = sorted(found.items(), key=lambda item: (-item[0][0], *item[0][1:]))
+        communicators = [
+            self._communicator(number, members) for number, (_, members) in enumerate(largest_first)
         ]
-        return [one for one in several if one is not None]
+        return [one for one in communicators if one is not None]
 
     def _communicator(self, number: int, members: list[tuple[int, _Member]]) -> Communicator | None:
-        own = {member.rank: rank for rank, member in members}
+        """Return a communicator from its members and their global ranks; None if its collectives
+        cannot be aligned. ``number`` names it if it has no id.
+        """
+        global_ranks = {member.rank: rank for rank, member in members}
         used = {rank: member for rank, member in members if member.calls}
-        if len(own) < len(members) or len(used) < 2:
+        if len(global_ranks) < len(members) or len(used) < 2:
             return None  # several of one size that nothing tells apart, or nothing to compare
         size, name = members[0][1].size, members[0][1].id
-        ranks = tuple(own[rank] for rank in range(size)) if len(own) == size else ()
+        is_whole = len(global_ranks) == size
+        ranks = tuple(global_ranks[rank] for rank in range(size)) if is_whole else ()
         if size == self.world_size():
             ranks = tuple(range(size))
         firsts = {member.calls[0][0] for member in used.values()}
         if len(firsts) > 1 and any(member.sends for member in used.values()):
-            return None  # messages count, too
+            return None  # the numbers count messages, too, which ranks do not have alike
         aligned = len(firsts) == 1
         calls = {rank: _numbered(member.calls, aligned) for rank, member in used.items()}
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))

@@ -1,5 +1,17 @@
 """Find each rank's exception in a log: Python's tracebacks, also inside of what a launcher prints,
 the exception that caused it, and a library's last error after it.
+
+These lines give rank 1 the exception "DistBackendError: NCCL error ...", with the last error below
+it, and one frame::
+
+    [rank1]: Traceback (most recent call last):
+    [rank1]:   File "train.py", line 81, in main
+    [rank1]: torch.distributed.DistBackendError: NCCL error in: ...
+    [rank1]: ncclSystemError: System call failed
+    [rank1]: Last error:
+    [rank1]: socketStartConnect: Connect to 10.0.0.2<40123> failed
+
+Python prints the lines of a rank in order, but those of several ranks may alternate.
 """
 
 from __future__ import annotations
