@@ -59,6 +59,8 @@ class Announcer:
         self._bells = bells
         self._peers = peers
         self._refusals = refusals
+        # by the recorder's channel; of messages by channel, whether it sends, peer and tag; of
+        # function calls by group
         self._channels: dict[Any, VerifiedChannel] = {}
         self.has_announced = False  # whether anything was announced, also on groups that are gone
         self._signatures: dict[int, tuple[InternedArgs, int]] = {}

@@ -1,9 +1,15 @@
-"""Compare an announced collective with the peers' announcements under the same number."""
+"""Compare an announced collective with the peers' announcements under the same number.
+
+An announcement has a signature, a hash of the arguments, and the position of a blob with the
+arguments themselves. Equal signatures match. If rank 1 announces ``broadcast #3`` where this rank
+has ``all_reduce #3``, the signatures differ; then the arguments are compared, and the collective is
+refused. Different signatures may be legal, as those of an all_to_all with uneven splits.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commlens.blackbox import layout as L
 from commlens.boards import board as B
@@ -24,8 +30,16 @@ from commlens.verification.refusals import Refusals
 FULL_TABLE_NS: Final = 400_000_000
 _NAP_S: Final = 1e-3
 _KEPT: Final = 10_000  # sets of signatures that agree
-_Signatures = tuple[tuple[int, int], ...]  # of each rank
-_Announcements = list[tuple[int, int, dict[str, Any] | None]]  # rank, signature, blob
+_Signatures = tuple[tuple[int, int], ...]
+"""Each rank with its signature."""
+
+
+class _Announcement(NamedTuple):
+    """What a rank has announced under a number."""
+
+    rank: int
+    signature: int
+    blob: dict[str, Any] | None  # its arguments; None if they were overwritten
 
 
 class Comparison:
@@ -83,7 +97,7 @@ class Comparison:
             self._refuse(pending)
             withdrawn = differing
         else:
-            ranks = {rank for rank, _, _ in announced}
+            ranks = {each.rank for each in announced}
             withdrawn = [rank for rank in differing if rank not in ranks]
         if withdrawn:
             self._refusals.raise_new()  # a peer withdraws after a refusal, so there may be one
@@ -112,27 +126,27 @@ class Comparison:
             {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")},
         )
 
-    def _announcements(self, pending: Pending) -> _Announcements:
+    def _announcements(self, pending: Pending) -> list[_Announcement]:
         """Return the announcements of all ranks that have made one, this rank included."""
-        found: _Announcements = []
+        found: list[_Announcement] = []
         for rank in pending.channel.members:
             if rank == self._peers.rank:
-                found.append((rank, pending.signature, _own_blob(pending)))
+                found.append(_Announcement(rank, pending.signature, _own_blob(pending)))
                 continue
             board = self._peers.known(rank)
             slot = board.slot(pending.channel.key) if board is not None else 0
             seen = board.announced(slot, pending.number) if board is not None and slot else None
             if board is not None and seen is not None:
-                found.append((rank, seen[0], board.blob(seen[1])))
+                found.append(_Announcement(rank, seen[0], board.blob(seen[1])))
         return found
 
     def _disagreement(
-        self, pending: Pending, announced: _Announcements
+        self, pending: Pending, announced: list[_Announcement]
     ) -> Disagree | LeafDisagreement | None:
         """Return the aspect in which the announced arguments disagree; None if they match.
         Signatures that agree are remembered, also in C++.
         """
-        blobs = {rank: blob for rank, _, blob in announced if blob is not None}
+        blobs = {each.rank: each.blob for each in announced if each.blob is not None}
         if (
             isinstance(pending.args, FunctionCall)
             and len({blob["op"] for blob in blobs.values()}) == 1
@@ -140,7 +154,7 @@ class Comparison:
             return compare_leaves(
                 {rank: unpack(blob.get("leaves")) for rank, blob in blobs.items()}
             )
-        key = tuple((rank, signature) for rank, signature, _ in announced)
+        key = tuple((each.rank, each.signature) for each in announced)
         if key in self._agreed:
             return None
         by_rank = {rank: _arguments(blob) for rank, blob in blobs.items()}
@@ -173,7 +187,7 @@ class Comparison:
         clock = ReadyClock()
         while True:
             announced = self._announcements(pending)
-            late = set(pending.channel.peers) - {rank for rank, _, _ in announced}
+            late = set(pending.channel.peers) - {each.rank for each in announced}
             pids = self._peers.pids_here(late)
             clock.watch(pids)
             if not late or clock.is_over(FULL_TABLE_NS, pids):

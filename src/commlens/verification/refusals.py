@@ -1,4 +1,10 @@
-"""Refusals: the exception, and which of the job's posted refusals this rank has raised."""
+"""Refusals: the exception, and which of the job's posted refusals this rank has raised.
+
+A rank that finds a fault posts a refusal in the job's log, for itself and the other ranks that it
+concerns, and raises it: ``{"kind": "mismatch/shape", "text": "Cannot apply ...", "by": 1, "ranks":
+[0, 1, 2, 3], ...}``, under the key of the channel and the number of the collective. Each of these
+ranks raises the same text at its next collective or wait.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ def whereabouts(folder: Path, pids: Mapping[int, int], *, watch: bool = True) ->
         rank: "is stopped by a signal" if job_dirs.stat_fields(pid)[0] in "Tt" else ""
         for rank, pid in pids.items()
     }
-    logs = {rank: log for rank in pids if not found[rank] and (log := _log(folder, rank, pids))}
+    logs = {
+        rank: log
+        for rank, pid in pids.items()
+        if not found[rank] and (log := _log(folder, rank, pid)) is not None
+    }
     silent = {rank: log for rank, log in logs.items() if _silent_s(log) > SILENT_S}
     found |= {rank: _line(log) for rank, log in logs.items() if rank not in silent}
     if silent and watch:
@@ -44,9 +48,9 @@ def whereabouts(folder: Path, pids: Mapping[int, int], *, watch: bool = True) ->
     return found
 
 
-def _log(folder: Path, rank: int, pids: Mapping[int, int]) -> RankLog | None:
+def _log(folder: Path, rank: int, pid: int) -> RankLog | None:
     try:
-        return read_box(folder / job_dirs.box_name(rank, pids[rank]))
+        return read_box(folder / job_dirs.box_name(rank, pid))
     except (OSError, FormatError):
         return None
 
@@ -72,7 +76,9 @@ def _watch(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     for pid in pids.values():
         observer.add(pid, job_dirs.start_ticks(pid))
     while True:
-        logs = {rank: log for rank in pids if (log := _log(folder, rank, pids)) is not None}
+        logs = {
+            rank: log for rank, pid in pids.items() if (log := _log(folder, rank, pid)) is not None
+        }
         now = time.monotonic_ns()
         for rank, log in logs.items():
             heartbeat = now - int(_silent_s(log) * 1e9)  # on the clock of this process
@@ -91,7 +97,5 @@ def _watch(folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
 
 def waits_in_store(folder: Path, rank: int, pid: int) -> bool:
     """Return whether a rank waits for a key in a store."""
-    try:
-        return read_box(folder / job_dirs.box_name(rank, pid)).store_wait is not None
-    except (OSError, FormatError):
-        return False
+    log = _log(folder, rank, pid)
+    return log is not None and log.store_wait is not None

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other, found by their boards."""
+"""Tests of src/commlens/verification/cycles.py: ranks that wait for each other, found by their boards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from commlens.blackbox import job_dirs
 from commlens.boards import board as B
 from commlens.boards.board import Board
 from commlens.boards.refusal_log import RefusalLog
+from commlens.verification.cycles import Cycles
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.waiting import Cycles
 
 KEYS = (7, 8)  # of two groups of both ranks
 LONG_AGO_NS = 1_000_000_000
@@ -55,7 +55,7 @@ def test_a_rank_that_has_yet_to_raise_a_refusal_does_not_wait(
     # the refusal.
     boards[0].set_waiting(KEYS[0], 1, time.monotonic_ns())
     time.sleep(0.4)
-    assert cycles.waits_in(0) == (KEYS[0], 1)
+    assert cycles.wait_of(0) == (0, KEYS[0], 1)
     assert cycles.find() is None, "rank 1 is about to raise the refusal"
     boards[1].set_waiting(KEYS[1], 1, time.monotonic_ns())
     time.sleep(0.4)
