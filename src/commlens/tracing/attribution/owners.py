@@ -1,7 +1,9 @@
 """The library and parameters behind a collective: FSDP2's blocks, FSDP's units, DDP's buckets.
 
 FSDP's own frames hold the block. DDP's reducer is C++: it launches its buckets in order, and each
-takes the next parameters of an order that DDP's statistics report, as long as the sizes agree.
+takes the next parameters of an order that DDP's statistics report, as long as the sizes agree. If
+the last two parameters of a model have 10 and 100 elements, its first all_reduce of 110 elements is
+``Owner("DDP", "bucket 0", ("net2.bias", "net2.weight"))``.
 
 The parameters of the traced modules and their sharding are read between steps: FSDP2 gathers a
 block's parameters while it runs. For a model that only runs forward, or is freed before the trace
@@ -188,12 +190,14 @@ def _fsdp1_owner(handle: Any) -> tuple[Any, Owner]:
 
 
 class _Reducer:
-    _count = 0
+    """The reducer of one DDP module, and how far it has come in this backward pass."""
+
+    _count = 0  # forwards of all reducers
 
     def __init__(self, module: DistributedDataParallel, row: ModuleRow) -> None:
         self.ref = weakref.ref(module)
         self.row = row
-        self.started = 0
+        self.started = 0  # number of its last forward among all
         ignored: set[str] = getattr(module, "parameters_to_ignore", set())
         self.parameters = [
             (name, p.numel(), str(p.dtype).removeprefix("torch."))
@@ -202,7 +206,7 @@ class _Reducer:
         ]
         # possible orders of the parameters in its buckets; the first that fits the sizes is correct
         self.orders: list[list[int]] = []
-        self.rebuilt: list[int] = []
+        self.rebuilt: list[int] = []  # the order of the final buckets, once DDP reports it
         self.taken: dict[str, int] = {}  # by dtype: number of parameters reduced so far
         self.bucket = 0
 

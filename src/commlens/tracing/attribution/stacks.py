@@ -1,5 +1,9 @@
 """The facts in a collective's Python stack, read once for each place in the program.
 
+A stack through FSDP2's ``unshard``, called in a module's forward at train.py:57, has the source
+train.py:57, and the place "FSDP2 block": how many frames outwards the frame is whose variable
+``self`` is the block. The variable's value is read at each collective, the rest once.
+
 The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack without any
 of them still yields the user's line.
 """

@@ -13,7 +13,7 @@ import functools
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,17 +41,21 @@ function receives its objects.
 class Objects(tap.Subscriber):
     """The object collectives of one run."""
 
-    def __init__(self, rank: int, learned: dict[Key, Message | None], stop_at: Key | None) -> None:
+    def __init__(
+        self, rank: int, learned: Mapping[Key, Message | None], stop_at: Key | None
+    ) -> None:
         """Play a rank that knows some messages from others; None stands for those that could not be
         learned in earlier runs.
 
-        When the message ``stop_at`` is sent, it is kept in ``learned``, and the program is ended.
-        It is also ended when it needs a message that is not known. SystemExit does so: a thread
-        that it ends prints nothing, and ``except Exception`` does not catch it.
+        The program is ended when it sends the message ``stop_at``, or needs a message that is not
+        known. SystemExit does so: a thread that it ends prints nothing, and ``except Exception``
+        does not catch it.
         """
         self.rank = rank
         self.learned = learned
         self.stop_at = stop_at
+        self.kept: Message | None = None
+        """The message ``stop_at``, once the program has sent it."""
         self.unknown: Key | None = None
         """The first message that this rank needs and does not know."""
         self._counts: Counter[tuple[Any, ...]] = Counter()
@@ -197,7 +201,7 @@ class Objects(tap.Subscriber):
 
     def _keep(self, key: Key, message: Message) -> None:
         if key == self.stop_at:
-            self.learned[key] = message
+            self.kept = message
             raise SystemExit
 
     def _message(self, key: Key) -> Message:

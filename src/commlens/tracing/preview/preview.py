@@ -11,7 +11,7 @@ from typing import Any
 from commlens.errors import CommandError
 from commlens.model.trace import Depth, TraceData
 from commlens.traces.trace import Trace
-from commlens.tracing.preview.objects import Key, Message
+from commlens.tracing.preview.objects import Key, Message, Objects
 from commlens.tracing.preview.tensors import run_on_real_tensors
 from commlens.tracing.preview.world import FakeWorld
 from commlens.tracing.session import LiveTrace
@@ -28,7 +28,8 @@ class Preview:
 
     A rank that needs an object from another rank (pipelining's shapes, a broadcast configuration)
     cannot continue. The program then runs as that other rank until it sends the object, and as the
-    first rank again.
+    first rank again. A preview of rank 2 of a pipeline, for example, runs rank 2, which needs
+    shapes of rank 1; rank 1, which needs those of rank 0; then ranks 0, 1 and 2.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Preview:
         self._depth = depth
         self._steps = steps
         self._report = report or (lambda text: None)
-        self._learned: dict[Key, Message | None] = {}  # None: the source never sends it
-        self._reasons: dict[Key, str] = {}  # for the messages that are None
+        # what other ranks send, found by runs as these ranks; None: they never send it
+        self._learned: dict[Key, Message | None] = {}
+        self._reasons: dict[Key, str] = {}  # why, for each that is None
         self._requested: set[Key] = set()
         self.error: BaseException | None = None
         """The exception that ended the program early, SystemExit included."""
@@ -93,41 +95,51 @@ class Preview:
         return Trace(data), world.objects.unknown
 
     def _learn(self, key: Key) -> None:
-        """Run the program as the source of ``key`` to learn what it sends."""
+        """Run the program as the source of a message until it sends it. Keep the message, or the
+        reason why the source never sends it.
+        """
         source, sends = key[1], _SENDS[key[0]]
         self._report(
             f"The program needs an object that rank {source} {sends}: running it as rank {source}"
             " up to that point."
         )
         self._requested.add(key)
-        while key not in self._learned:
-            error: BaseException | None = None
-            with (
-                self._world(source, stop_at=key) as world,
-                contextlib.redirect_stdout(io.StringIO()),
-            ):
-                try:
-                    self._program()
-                except BaseException as ended:
-                    error = ended
-            if key in self._learned:
-                return
-            missing = world.objects.unknown
-            if missing is not None and missing not in self._requested:
-                self._learn(missing)
-                continue
-            reason = "."
-            if missing is not None:
-                reason = (
-                    f", because it needs an object from rank {missing[1]} that is not known either."
-                )
-            elif error is not None:
-                reason = f": {type(error).__name__}: {error}"
-            self._learned[key] = None
-            self._reasons[key] = (
-                f"The program needs an object that rank {source} {sends}; run as rank {source}, it"
-                f" ends before that{reason}"
+        objects, error = self._run_until_sent(key)
+        while (
+            objects.kept is None
+            and objects.unknown is not None
+            and objects.unknown not in self._requested
+        ):
+            self._learn(objects.unknown)  # the source itself needs an object of another rank
+            objects, error = self._run_until_sent(key)
+        self._learned[key] = objects.kept
+        if objects.kept is not None:
+            return
+        reason = "."
+        if (missing := objects.unknown) is not None:
+            reason = (
+                f", because it needs an object from rank {missing[1]} that is not known either."
             )
+        elif error is not None:
+            reason = f": {type(error).__name__}: {error}"
+        self._reasons[key] = (
+            f"The program needs an object that rank {source} {sends}; run as rank {source}, it"
+            f" ends before that{reason}"
+        )
+
+    def _run_until_sent(self, key: Key) -> tuple[Objects, BaseException | None]:
+        """Run the program as the source of a message. Return the objects of that run, and the
+        exception that ended it.
+        """
+        with (
+            self._world(key[1], stop_at=key) as world,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            try:
+                self._program()
+            except BaseException as ended:
+                return world.objects, ended
+        return world.objects, None
 
     def _world(self, rank: int, stop_at: Key | None = None) -> FakeWorld:
         return FakeWorld(

@@ -20,6 +20,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -51,7 +52,7 @@ class FakeWorld:
         *,
         ranks_per_node: int = 8,
         fake_tensors: bool = False,
-        learned: dict[Key, Message | None] | None = None,
+        learned: Mapping[Key, Message | None] | None = None,
         stop_at: Key | None = None,
     ) -> None:
         """Describe the world. ``learned`` are objects from other ranks, from earlier runs; stop
@@ -61,7 +62,7 @@ class FakeWorld:
         self.rank = rank
         self.local_world_size = min(ranks_per_node, world_size)
         self.local_rank = rank % ranks_per_node
-        self.objects = Objects(rank, {} if learned is None else learned, stop_at)
+        self.objects = Objects(rank, learned or {}, stop_at)
         self.tensors = FakeTensors() if fake_tensors else None
         self.before_destroy: Any = None  # called before the groups are destroyed
         self._cuda = FakeCuda(self.local_rank, self.local_world_size)
