@@ -5,6 +5,10 @@ Collectives that both traces have are removed first, by kind. Each remaining col
 with the nearest one of the other trace: the same op, phase, module and group (it changed), the same
 op in another place (it moved), or another op in the same place (it was replaced). Collectives that
 still remain are new or gone.
+
+The unit of the comparison is a *kind*: all collectives with the same :class:`ComparedFields`. Eight
+all_reduces of a layer's backward are one kind with the amount 8. If the other trace has eight
+reduce_scatters there, both kinds are paired, and become one change: "replaced".
 """
 
 from __future__ import annotations
@@ -180,8 +184,13 @@ def _renamed(before: TraceData, after: TraceData) -> tuple[str | None, str | Non
 
 
 def _amounts(data: TraceData, steps: int, root: str | None, *, setup: bool | None) -> Amounts:
-    """Return the numbers of collectives; with ``setup`` only of those that are, or are not, before
-    the first forward.
+    """Return the number of collectives of each kind, per step.
+
+    Args:
+        data: the trace.
+        steps: its number of steps; 1: the numbers are not averaged.
+        root: the name of the model's class, to be left out of paths.
+        setup: True: only those before the first forward; False: only the others; None: all.
     """
     amounts: Amounts = defaultdict(Fraction)
     for event in data.events:
@@ -245,30 +254,12 @@ def _more(one: Amounts, other: Amounts) -> Amounts:
 
 def _changes(old: Amounts, new: Amounts) -> list[Change]:
     gone, added = _more(old, new), _more(new, old)
-    steps: list[tuple[str, Callable[[ComparedFields], Hashable]]] = [
-        ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
-        # to another group
-        ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),
-        # to another phase
-        (
-            "moved",
-            lambda kind: (
-                kind.op,
-                kind.group,
-                kind.dtype,
-                kind.input_bytes,
-                wording.pattern(kind.site or ""),
-            ),
-        ),
-        ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes)),
-        ("replaced", lambda kind: (kind.phase, kind.site, kind.group)),
-    ]
     pairs = [
         (_similarity(name, pair), pair)
-        for name, key in steps
+        for name, key in _PAIRINGS
         for pair in _take_pairs(gone, added, key)
     ]
-    changes = [_pair_change(alike[0], group) for alike, group in grouped(pairs).items()]
+    changes = [_pair_change(name, group) for (name, _), group in grouped(pairs).items()]
     changes += [_alone_change("gone", group, old, new) for group in _similar(gone)]
     changes += [_alone_change("new", group, old, new) for group in _similar(added)]
     return sorted(
@@ -281,7 +272,31 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
     )
 
 
+_PAIRINGS: tuple[tuple[str, Callable[[ComparedFields], Hashable]], ...] = (
+    ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
+    # to another group
+    ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),
+    # to another phase, then also to another module
+    (
+        "moved",
+        lambda kind: (
+            kind.op,
+            kind.group,
+            kind.dtype,
+            kind.input_bytes,
+            wording.pattern(kind.site or ""),
+        ),
+    ),
+    ("moved", lambda kind: (kind.op, kind.group, kind.dtype, kind.input_bytes)),
+    ("replaced", lambda kind: (kind.phase, kind.site, kind.group)),
+)
+"""The steps of pairing, in order: what has happened to a pair, and what both of it have in common.
+"""
+
+
 class _Pair(NamedTuple):
+    """A kind of the first trace, and the kind of the second that it became."""
+
     before: ComparedFields
     after: ComparedFields
     amount: Fraction  # of the calls that changed so

@@ -1,4 +1,9 @@
-"""The fields by which collectives are filtered and counted."""
+"""The fields by which collectives are filtered and counted.
+
+``trace.filter(module="layers.0", phase=["forward", "backward"])`` keeps the events that match one
+wanted value of each of the two fields: :func:`matching` looks up ``FIELDS["module"]`` and
+``FIELDS["phase"]``, and calls their ``matches``.
+"""
 
 from __future__ import annotations
 

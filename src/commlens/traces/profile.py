@@ -79,30 +79,25 @@ def _issues(data: TraceData, issues: Sequence[Span]) -> dict[int, Span]:
     for index, event in enumerate(data.events):
         if not event.returned_ns:
             continue
-        began, returned = (
-            data.started_unix_ns + event.started_ns,
-            data.started_unix_ns + event.returned_ns,
-        )
-        near = range(
-            max(0, bisect.bisect_left(starts, began - _TOLERANCE_NS) - _NEIGHBOURS),
-            bisect.bisect_right(starts, began + _TOLERANCE_NS),
-        )
+        began = data.started_unix_ns + event.started_ns
+        returned = data.started_unix_ns + event.returned_ns
+        first = bisect.bisect_left(starts, began - _TOLERANCE_NS) - _NEIGHBOURS
+        after = bisect.bisect_right(starts, began + _TOLERANCE_NS)
         same = [
             at
-            for at in near
+            for at in range(max(0, first), after)
             if at not in taken
             and issues[at].end + _TOLERANCE_NS >= returned
             and _same_op(event, issues[at])
         ]
+        if not same:
+            continue
+        # the innermost call that encloses ours, else the one that began nearest to it
         enclosing = [at for at in same if issues[at].start <= began and returned <= issues[at].end]
-        best = (
-            max(enclosing, default=None)
-            if enclosing
-            else min(same, key=lambda at: abs(issues[at].start - began), default=None)
-        )
-        if best is not None:
-            found[index] = issues[best]
-            taken.add(best)
+        nearest = min(same, key=lambda at: abs(issues[at].start - began))
+        best = max(enclosing, default=nearest)
+        found[index] = issues[best]
+        taken.add(best)
     return found
 
 

@@ -1,5 +1,9 @@
 """The traces of several ranks: classes of ranks that issued the same collectives, and the
 differences between them.
+
+Ranks are compared on each group that they share, within their stage of a pipeline. If ranks 0 to 6
+issued 8 all_gathers on ``dp`` and rank 7 issued 7, there are two classes, ``[[0, ..., 6], [7]]``,
+and one difference: "rank 7 issued 1 fewer all_gather on dp ... than ranks 0-6 (7 instead of 8)".
 """
 
 from __future__ import annotations
@@ -229,45 +233,32 @@ class RankTraces:
     def _differences_from(
         self, ranks: Sequence[int], majority: Sequence[int], label: str
     ) -> list[str]:
+        """Return how a class of ranks differs from the largest one on a group: in the numbers of
+        collectives or, if these are the same, in their sizes.
+        """
         these, others = ranks_phrase(ranks), ranks_phrase(majority)
-        empty: Counter[tuple[Any, ...]] = Counter()
-        mine, theirs = (
-            self._counted(some[0], _place).get(label, empty) for some in (ranks, majority)
-        )
-        found: dict[Hashable, list[tuple[Any, int, int]]] = {}
-        for key in {**theirs, **mine}:
-            if mine[key] != theirs[key]:
-                op, group, phase, site = key
-                alike = (
-                    op,
-                    group,
-                    phase,
-                    None if site is None else wording.pattern(site),
-                    mine[key] - theirs[key],
-                )
-                found.setdefault(alike, []).append((key, mine[key], theirs[key]))
-        most_first = sorted(
-            found.values(),
-            key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)),
-        )
-        sentences = [_count_sentence(these, others, places) for places in most_first]
-        if not sentences:  # the same counts, with different sizes
-            sizes_mine, sizes_theirs = (
-                self._counted(some[0], _fully).get(label, empty) for some in (ranks, majority)
+        mine = self._counted_on(label, ranks, _place)
+        theirs = self._counted_on(label, majority, _place)
+        if mine != theirs:
+            return _count_sentences(these, others, mine, theirs)
+        mine = self._counted_on(label, ranks, _fully)
+        theirs = self._counted_on(label, majority, _fully)
+        own = grouped((key[:4], key) for key in mine - theirs)
+        usual = grouped((key[:4], key) for key in theirs - mine)
+        sentences = []
+        for place in {**own, **usual}:
+            op, group, phase, site = place
+            sentences.append(
+                f"{these}: {op} on {group} {wording.within(phase, site)} is"
+                f" {_shapes(own.get(place, []))}; on {others} it is {_shapes(usual.get(place, []))}"
             )
-            places: dict[Hashable, tuple[list[Any], list[Any]]] = {}
-            for counts, against, side in (
-                (sizes_mine, sizes_theirs, 0),
-                (sizes_theirs, sizes_mine, 1),
-            ):
-                for key in counts - against:
-                    places.setdefault(key[:4], ([], []))[side].append(key)
-            for (op, group, phase, site), (own, usual) in list(places.items()):  # type: ignore[misc]
-                collective = f"{op} on {group} {wording.within(phase, site)}"
-                sentences.append(
-                    f"{these}: {collective} is {_shapes(own)}; on {others} it is {_shapes(usual)}"
-                )
         return sentences
+
+    def _counted_on(
+        self, label: str, ranks: Sequence[int], key: Callable[..., tuple[Any, ...]]
+    ) -> Counter[tuple[Any, ...]]:
+        """Count the collectives on a group of ranks that all issued the same."""
+        return self._counted(ranks[0], key).get(label, Counter())
 
     def _messages(self) -> list[str]:
         """Report pairs of ranks with different numbers of sends and receives. A rank that receives
@@ -400,6 +391,27 @@ def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
         and (event.thread == 0 or len(threads) == 1)
     )
     return [place for place in places if place[1] in labels]
+
+
+def _count_sentences(
+    these: str, others: str, mine: Counter[tuple[Any, ...]], theirs: Counter[tuple[Any, ...]]
+) -> list[str]:
+    """Return the differences of two counts by place, largest first. Modules that differ only in a
+    number share a sentence.
+    """
+    found: dict[Hashable, list[tuple[Any, int, int]]] = {}
+    for place in {**theirs, **mine}:
+        difference = mine[place] - theirs[place]
+        if difference:
+            op, group, phase, site = place
+            pattern = None if site is None else wording.pattern(site)
+            alike = op, group, phase, pattern, difference
+            found.setdefault(alike, []).append((place, mine[place], theirs[place]))
+    largest_first = sorted(
+        found.values(),
+        key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)),
+    )
+    return [_count_sentence(these, others, places) for places in largest_first]
 
 
 def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) -> str:
