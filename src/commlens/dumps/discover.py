@@ -1,5 +1,9 @@
 """Discover dump files, classify them, and infer rank and host: the first step of every command that
 takes dumps.
+
+A folder with ``rank0.71.box``, ``trace_rank_1`` (a pickle of torch's recorder), ``n1.log`` and
+``notes.pdf`` becomes one box in ``own``, the other two of the first three in ``foreign()``, of
+which the first is of rank 1 by its name, and a sentence in ``problems``.
 """
 
 from __future__ import annotations
@@ -42,9 +46,11 @@ class DumpFiles:
     size: int = 0  # stored bytes of all other tools' files, as far as known
     problems: list[str] = field(default_factory=list)  # sentences about files that cannot be used
     prefix: str = ""  # of file names, as asked for
-    # names of files that hold nothing readable and are named like another tool's dumps
+    # names of files that hold nothing readable, and of files without a byte
+    left_out: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    # those of both that are named like another tool's dumps
     unread: list[str] = field(default_factory=list)
-    empty: list[str] = field(default_factory=list)  # names of files without a byte
     _names: dict[str, FileName] = field(default_factory=dict)
     # None if a source holds its bytes: walk again
     _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)
@@ -55,11 +61,8 @@ class DumpFiles:
         """
         if self._foreign is not None:
             return iter(self._foreign)
-        return (
-            (source, kind)
-            for source, kind in _classify(self.paths, self.prefix, [], [], [])
-            if kind.read is not None
-        )
+        again = DumpFiles(self.paths, prefix=self.prefix)  # takes the notes, which are known
+        return ((source, kind) for source, kind in _classify(again) if kind.read is not None)
 
     def file_name(self, source: Source, kind: Kind) -> FileName:
         """Return rank and host from a file's name, inferred together with all other names.
@@ -96,10 +99,7 @@ def discover(
     found = DumpFiles(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
     names: list[str] = []
     logs: set[str] = set()
-    left_out: list[str] = []
-    for source, kind in _classify(
-        found.paths, prefix, found.problems, left_out, found.empty, own_only=own_only
-    ):
+    for source, kind in _classify(found, own_only=own_only):
         if kind is REPORT:
             found.reports.append(source)
             continue
@@ -116,7 +116,7 @@ def discover(
         found.kinds[kind.name] += 1
         found.size += max(source.size, 0)
     forms = {_form(name) for name in names}
-    found.unread = [name for name in (*left_out, *found.empty) if _form(name) in forms]
+    found.unread = [name for name in (*found.left_out, *found.empty) if _form(name) in forms]
     names += found.unread
     found._names = dict(zip(names, parse_names(names, prefix), strict=True))
     found.problems += dict.fromkeys(
@@ -130,18 +130,13 @@ def _form(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def _classify(
-    paths: Paths,
-    prefix: str,
-    problems: list[str],
-    left_out: list[str],
-    empty: list[str],
-    *,
-    own_only: bool = False,
-) -> Iterator[tuple[Source, Kind]]:
-    """Yield every dump file with its kind, and note the other files."""
-    unknown: Counter[str] = Counter()
-    for source in open_sources(paths, problems, prefix=prefix, empty=empty):
+def _classify(files: DumpFiles, *, own_only: bool = False) -> Iterator[tuple[Source, Kind]]:
+    """Yield every file at the paths that is a dump, with its kind. Note the other ones in
+    ``files``.
+    """
+    problems, left_out = files.problems, files.left_out
+    unknown: Counter[str] = Counter()  # files that are no dumps, by folder
+    for source in open_sources(files.paths, problems, prefix=files.prefix, empty=files.empty):
         try:
             head = source.head(HEAD_BYTES)
             kind = detect_kind(head)
