@@ -1,5 +1,10 @@
 """How the recorder learns that a collective is done: its call returns, a thread waits for it, or
 polling finds it complete.
+
+Between the return of the backend's call and the end of the collective, its token is in one place:
+in ``synchronous`` if the call waits for it right away, in ``in_flight`` with its Work, in
+``weakly_held`` without one that keeps tensors alive, or in ``device_queues`` if it was enqueued on
+a device.
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ def folder_of(settings: config.Settings, place: PlaceInJob, *, early: bool) -> s
     if found is None:
         return own
     box, parent = found
-    if early:
+    if early:  # the environment, which workers inherit, says nothing
         return None
     if parent.left or (parent.setup and parent.world_size == 1):
         return own
-    if parent.setup and parent.rank == place.rank:
+    if parent.setup and parent.rank == place.rank:  # a worker that uses the rank's environment
         return None
-    if parent.world_size == place.world_size:
+    if parent.world_size == place.world_size:  # one of the ranks that Lightning starts
         taken = {
             job_dirs.box_rank(other)
             for other in job_dirs.boxes(box.parent)

@@ -3,7 +3,9 @@ helper behind ``new_group``.
 
 Nothing maps the members of such a group to global ranks. What the program itself writes into
 ``distributed_c10d._world.pg_group_ranks`` is no such map: vLLM writes nothing, SGLang writes
-``{0: 0, 1: 1, ...}``. All members know the group by its store, with its prefixes, and its size.
+``{0: 0, 1: 1, ...}``. All members know the group by its store, with its prefixes, and its size:
+that of ``ProcessGroup(PrefixStore("weights", TCPStore("n1", 29600)), 0, 3)`` is
+``Membership(member=0, size=3, store="n1:29600/weights", ordinal=0)``.
 """
 
 from __future__ import annotations

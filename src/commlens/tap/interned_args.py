@@ -165,7 +165,12 @@ class ArgsTable:
 
 
 def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> InternedArgs:
-    """Describe the arguments of a call of an op on a group, as a blob holds them."""
+    """Describe the arguments of a call of an op on a group, as a blob holds them.
+
+    A tensor is ``[shape, dtype, device type, layout, order of the dimensions in memory]``, the last
+    None if it is the usual one: an all_reduce of a float32 vector on a GPU has
+    ``"in": [[[1024], "float32", "cuda", "strided", None]]``.
+    """
     asynchronous = _given(arguments, spec.asynchronous, spec.asynchronous_default)
     root, peer = _given(arguments, spec.root, None), _given(arguments, spec.peer, None)
     inputs: list[Any] = []

@@ -4,6 +4,9 @@ methods that communicate, so that each call is announced before it runs.
 No library is imported here. A library whose signatures are not those of its adapter is left alone.
 What a call does never depends on commlens: it runs once, with its own arguments, and its result or
 error is passed on.
+
+``buffer.dispatch(x)`` of DeepEP, the first call in its group, becomes ``LibraryCall(group,
+"dispatch", x)``, and is announced with the number 1 and the name "deep_ep.Buffer.dispatch".
 """
 
 from __future__ import annotations
