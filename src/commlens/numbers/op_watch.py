@@ -126,7 +126,7 @@ class OpWatch:
 
     def start(self, tensors: Iterable[CheckedTensor]) -> None:
         """Begin a step, in which these tensors are known by name."""
-        self.is_on = False
+        self.is_on = self.too_many = False
         self._begin(tensors)
         self.is_on = self.error is None
 
@@ -141,7 +141,6 @@ class OpWatch:
         self._hashes: list[torch.Tensor] = []
         self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
         self._after = ""
-        self.too_many = False
         known = []
         for each in tensors:
             tensor = each.named.tensor

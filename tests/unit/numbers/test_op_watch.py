@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import types
+from typing import Any
 
 import pytest
 
@@ -13,8 +15,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commlens.model.numbers import OpPlace, OpRun
+from commlens.numbers import op_watch
 from commlens.numbers.inspection import tensors_to_check
-from commlens.numbers.op_watch import OpWatch, module_names
+from commlens.numbers.op_watch import OpChecks, OpWatch, module_names
 from commlens.numbers.replicas import Model
 
 
@@ -153,3 +156,22 @@ def test_no_tensor_is_kept_alive_after_the_end(watched: Watched) -> None:
 def test_it_does_not_begin_inside_of_another_mode(watched: Watched) -> None:
     with pytest.raises(RuntimeError, match="another dispatch mode"):
         OpWatch().install()
+
+
+@pytest.mark.parametrize(("most", "is_sent"), [(3, False), (op_watch.RUNS_MAX, True)])
+def test_a_step_of_too_many_ops_is_left_out_and_told_once(
+    most: int, is_sent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(op_watch, "RUNS_MAX", most)
+    sent: list[Any] = []
+    exchange: Any = types.SimpleNamespace(send=lambda _check, report: sent.append(report))
+    model = nn.Linear(4, 4)
+    checks = OpChecks()
+    checks.install(lambda *_: None)
+    for step in (1, 2):
+        checks.begin([Model([model], (0,))], ())
+        model(torch.ones(2, 4)).sum().backward()
+        checks.end(step, exchange)
+    assert len(sent) == (2 if is_sent else 0)
+    told = "step 1 has more than 3 ops; those steps are not compared op by op"
+    assert [each.getMessage() for each in caplog.records] == [f"commlens: {told}"] * (not is_sent)
