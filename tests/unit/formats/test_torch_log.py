@@ -288,6 +288,8 @@ def test_the_first_failed_assertion_of_a_kernel():
     told = (prefixed.device_assertion, prefixed.exception)
     assert told == (first, "CUDA error: device-side assert triggered")
     assert read("terminate called after throwing an instance", thrown)[-1].exception == told[1]
+    of_rank_1 = [f"[rank1]: {asserted[0]}", *raised]
+    assert read(*of_rank_1, "torch.distributed: a line of no rank")[1].device_assertion == first
 
 
 def test_text_that_speaks_of_something_else_says_nothing():

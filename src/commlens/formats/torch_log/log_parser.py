@@ -383,7 +383,8 @@ def _share_out(unnamed: RankLines, named: list[RankLines]) -> None:
     left = unnamed.columns
     asserted = [one.columns for one in named if ASSERTED in one.columns.exception]
     if len(asserted) == 1:
-        asserted[0].device_assertion, left.device_assertion = left.device_assertion, ""
+        asserted[0].device_assertion = asserted[0].device_assertion or left.device_assertion
+        left.device_assertion = ""
     if left.exception and any(left.exception in one.columns.exception for one in named):
         left.exception = ""
     # according to the launcher, not by a signal
