@@ -499,20 +499,14 @@ class SequenceRecorder(tap.Subscriber):
 
     def _note_world(self, given: dict[str, Any], frame: FrameType) -> None:
         """Note that the program asks for another world size or rank than the check runs."""
-        size = torch.distributed.get_world_size()
-        for name, runs, words in (
-            ("world_size", size, f"a world of {{}} ranks, but this check runs {size}"),
-            (
-                "rank",
-                torch.distributed.get_rank(),
-                "rank {}, but this check runs another rank there",
-            ),
-        ):
-            is_left_open = given.get(name) in (None, -1)
-            asked = os.environ.get(name.upper(), "") if is_left_open else given[name]
-            if str(asked).isdecimal() and int(asked) != runs:
-                self.note_unseen("world", frame, words.format(asked))
-                return
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        asked_size, asked_rank = _asked(given, "world_size"), _asked(given, "rank")
+        if asked_size not in (None, size):
+            words = f"a world of {asked_size} ranks, but this check runs {size}"
+            self.note_unseen("world", frame, words)
+        elif asked_rank not in (None, rank):
+            words = f"rank {asked_rank}, but this check runs another rank there"
+            self.note_unseen("world", frame, words)
 
     def _note_address(self, address: str, frame: FrameType) -> None:
         """Note an address that is not the launcher's, unless the program starts its own ranks or
@@ -709,6 +703,13 @@ class SequenceRecorder(tap.Subscriber):
         callers = traceback.walk_stack(frame) if frame is not None else ()
         stack = tuple(_frame(each.f_code, line or 0) for each, line in callers)
         return self._stacks.setdefault(stack, stack)
+
+
+def _asked(given: dict[str, Any], name: str) -> int | None:
+    """Return the world size or rank that a program gives to torch; None if it gives no number."""
+    is_left_open = given.get(name) in (None, -1)
+    asked = str(os.environ.get(name.upper(), "") if is_left_open else given[name])
+    return int(asked) if asked.isdecimal() else None
 
 
 # The same object for all events, so that it is written only once.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -51,6 +51,15 @@ _NAMED: Final[tuple[TensorKind, ...]] = ("parameter", "buffer", "optimizer-state
 _WITH_SCRATCH: Final = ("rnn", "flash", "efficient", "cudnn", "miopen", "fused_sdp")
 
 
+class _Place(NamedTuple):
+    """Where an op runs."""
+
+    module: Any  # None: in none
+    backward: bool
+    line: str
+    after: str  # the last collective before it
+
+
 class _Run(NamedTuple):
     """An op, with the positions of its hashes."""
 
@@ -60,7 +69,42 @@ class _Run(NamedTuple):
     outputs: list[int]
     reads: list[tuple[int, int]]  # number of the known tensor, position of its hash
     writes: list[tuple[int, int]]
-    place: tuple[Any, ...]  # module or None, backward, line, collective before it
+    place: _Place
+
+
+class _OpFacts:
+    """The facts about an op that its schema shows."""
+
+    def __init__(self, op: Any) -> None:
+        name = op._schema.name.partition("::")[2]
+        arguments = op._schema.arguments
+        self.name = name.strip("_")
+        self.is_collective = op.namespace in _COLLECTIVES
+        self.is_view = bool(op.is_view)
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
+        self.is_function = (
+            op.namespace == "aten"
+            and not name.startswith(_UNFILLED)
+            and getattr(torch.Tag, "nondeterministic_bitwise", None) not in op.tags
+        )
+        self.outputs = 1 if any(each in name for each in _WITH_SCRATCH) else None
+        self.names = [each.name for each in arguments]
+        self._writes = [
+            index
+            for index, each in enumerate(arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        ]
+        if op.namespace == "c10d":  # its schemas do not tell
+            outputs = [i for i, each in enumerate(self.names) if each.startswith("output")]
+            self._writes = outputs or list(range(len(self.names)))
+
+    def argument(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Return an argument by its place in the schema; None if it was not passed."""
+        return args[index] if index < len(args) else kwargs.get(self.names[index])
+
+    def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the arguments that the op writes to."""
+        return _tensors([self.argument(index, args, kwargs) for index in self._writes])
 
 
 class _KnownTensor(NamedTuple):
@@ -72,45 +116,175 @@ class _KnownTensor(NamedTuple):
     end: int
 
 
-class _OpFacts:
-    """The facts about an op that its schema shows."""
+class _KnownTensors:
+    """The named tensors of a step. Each has a number, in the order of their addresses."""
 
-    def __init__(self, op: Any) -> None:
-        name = op._schema.name.partition("::")[2]
-        self.is_collective = op.namespace in _COLLECTIVES
-        in_place = op.namespace == "c10d"  # whose schemas do not tell
-        self.is_function = op.namespace == "aten" and not name.startswith(_UNFILLED)
-        self.is_view = bool(op.is_view)
-        self.is_random = torch.Tag.nondeterministic_seeded in op.tags
-        if getattr(torch.Tag, "nondeterministic_bitwise", None) in op.tags:
-            self.is_function = False
-        self.outputs = 1 if any(each in name for each in _WITH_SCRATCH) else None
-        arguments = op._schema.arguments
-        self.writes = [
-            index
-            for index, each in enumerate(arguments)
-            if each.alias_info is not None and each.alias_info.is_write
+    def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
+        known = []
+        for each in tensors:
+            tensor = each.named.tensor
+            if reason_to_skip(tensor) is None and tensor.is_contiguous():
+                begin = tensor.data_ptr()
+                end = begin + tensor.numel() * tensor.element_size()
+                known.append(_KnownTensor((each.named.kind, each.named.name), tensor, begin, end))
+        self.by_number = sorted(known, key=lambda each: each.begin)
+        self._begins = [each.begin for each in self.by_number]
+        self._left_out: set[int] = set()
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Find no known tensor any more that shares memory with one of these."""
+        self._left_out.update(self.find(tensors))
+
+    def find(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Return the numbers of the known tensors that share memory with one of these."""
+        return sorted({number for each in tensors for number in self._find(each)} - self._left_out)
+
+    def _find(self, tensor: torch.Tensor) -> Iterable[int]:
+        begin = tensor.data_ptr()
+        first = max(0, bisect_right(self._begins, begin) - 1)
+        for number in range(first, bisect_left(self._begins, begin + _extent(tensor))):
+            if self.by_number[number].end > begin:
+                yield number
+
+
+class _Step:
+    """The ops of a step, as far as it has run."""
+
+    def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
+        self._runs: list[_Run] = []
+        self._hashes: list[torch.Tensor] = []
+        self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
+        self._after = ""
+        self._known = _KnownTensors(tensors)
+        self._initial = [self._hash(each.tensor) for each in self._known.by_number]
+
+    def __len__(self) -> int:
+        """Return the number of ops so far."""
+        return len(self._runs)
+
+    def before(
+        self, func: Any, facts: _OpFacts, args: Any, kwargs: Any, module: Any
+    ) -> _Run | None:
+        """Return an op with the hashes of its inputs; None if there is nothing to compare."""
+        if facts.is_view:
+            return None
+        place = self._place(module)
+        if facts.is_collective:
+            self._after = f"{facts.name} at {place.line}" if place.line else facts.name
+            # it writes them at a time of its own
+            self._known.leave_out(facts.written(args, kwargs))
+            return None
+        tensors = _tensors((args, kwargs))
+        inputs = [self._hash(each) for each in tensors] if facts.is_function else []
+        if facts.is_random:
+            inputs.append(self._hash_of_generator(facts, args, kwargs, tensors))
+        reads = self._hash_known(tensors)
+        return _Run(str(func), _described((args, kwargs)), inputs, [], reads, [], place)
+
+    def add(self, run: _Run, facts: _OpFacts, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an op that has run, with the hashes of its outputs."""
+        written = facts.written(args, kwargs)
+        if facts.is_function:
+            outputs = written or _tensors(result)
+            run.outputs.extend(self._hash(each) for each in outputs[: facts.outputs])
+        run.writes.extend(self._hash_known(written))
+        if run.outputs or run.writes or run.reads:
+            self._runs.append(run)
+
+    def log(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
+        """Return the places where the ops ran, and the ops. Waits for the devices.
+
+        Args:
+            names: of the modules, by id.
+        """
+        hashes = _read(self._hashes)
+        places: dict[OpPlace, int] = {}
+        runs: list[OpRun] = []
+        # hash of each known tensor, as an op left it
+        last = dict(enumerate(hashes[position] for position in self._initial))
+        for run in self._runs:
+            module, backward, line, after = run.place
+            name = names.get(id(module), type(module).__name__) if module is not None else ""
+            place = places.setdefault(OpPlace(name, backward, line, after), len(places))
+            for number, position in run.reads:
+                value = hashes[position]
+                if last[number] != value:
+                    last[number] = value
+                    change = (*self._known.by_number[number].key, value)
+                    runs.append(OpRun("", (), (), (), (change,), place))
+            writes = {number: hashes[position] for number, position in run.writes}
+            last |= writes
+            runs.append(
+                OpRun(
+                    run.op,
+                    run.arguments,
+                    tuple(hashes[each] for each in run.inputs),
+                    tuple(hashes[each] for each in run.outputs),
+                    tuple(
+                        (*self._known.by_number[number].key, value)
+                        for number, value in writes.items()
+                    ),
+                    place,
+                )
+            )
+        return list(places), runs
+
+    def _place(self, module: Any) -> _Place:
+        """Return where an op runs. In a backward pass, that is where its forward ran."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            module, line = self._forward_places.get(node._sequence_nr(), (None, ""))
+            return _Place(module, True, line or user_line(sys._getframe(2)), self._after)
+        line = user_line(sys._getframe(2))
+        if module is not None and torch.is_grad_enabled():
+            number = torch._C._autograd._get_sequence_nr() - 1
+            # later ops without a node of their own see the same number
+            self._forward_places.setdefault(number, (module, line))
+        return _Place(module, False, line, self._after)
+
+    def _hash(self, tensor: torch.Tensor) -> int:
+        """Return the position of a tensor's hash, which the device may still compute."""
+        self._hashes.append(hash_without_nan(tensor))
+        return len(self._hashes) - 1
+
+    def _hash_known(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+        """Return number and hash of the known tensors that share memory with one of these."""
+        return [
+            (number, self._hash(self._known.by_number[number].tensor))
+            for number in self._known.find(tensors)
         ]
-        self.names = [each.name for each in arguments]
-        if in_place:
-            outputs = [i for i, name in enumerate(self.names) if name.startswith("output")]
-            self.writes = outputs or list(range(len(self.names)))
+
+    def _hash_of_generator(
+        self, facts: _OpFacts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
+    ) -> int:
+        given = kwargs.get("generator")
+        if given is None and "generator" in facts.names:
+            given = facts.argument(facts.names.index("generator"), args, kwargs)
+        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+        if given is None:
+            given = torch.default_generator
+            if device.type == "cuda" and torch.cuda.is_initialized():
+                index = torch.cuda.current_device() if device.index is None else device.index
+                given = torch.cuda.default_generators[index]
+        return self._hash(given.get_state())
 
 
 class OpWatch:
-    """The ops of one step. An error ends it, and is kept."""
+    """Sees the ops of this thread, and records those of one step after another. An error ends it,
+    and is kept.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.is_on = False
-        self.too_many = False
+        self.too_many = False  # ops in this step
         self.on_forward: Callable[[Any], None] | None = None
         """Is called before a module runs that is trained."""
+        self._is_on = False
+        self._step = _Step([])
         self._mode = _Mode(self)
         self._pid = os.getpid()
         self._ops: dict[Any, _OpFacts] = {}
         self._modules: list[Any] = []  # that run, the innermost last
-        self._begin([])
 
     def install(self) -> None:
         """Enter the mode. Must be called while no other dispatch mode is entered.
@@ -126,75 +300,25 @@ class OpWatch:
 
     def start(self, tensors: Iterable[CheckedTensor]) -> None:
         """Begin a step, in which these tensors are known by name."""
-        self.is_on = self.too_many = False
-        self._begin(tensors)
-        self.is_on = self.error is None
-
-    def stop(self) -> None:
-        """Record nothing any more, and let go of all tensors."""
-        self.on_forward = None
-        self.is_on = False
-        self._begin([])
-
-    def _begin(self, tensors: Iterable[CheckedTensor]) -> None:
-        self._runs: list[_Run] = []
-        self._hashes: list[torch.Tensor] = []
-        self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
-        self._after = ""
-        known = []
-        for each in tensors:
-            tensor = each.named.tensor
-            if reason_to_skip(tensor) is None and tensor.is_contiguous():
-                begin = tensor.data_ptr()
-                end = begin + tensor.numel() * tensor.element_size()
-                known.append(_KnownTensor((each.named.kind, each.named.name), tensor, begin, end))
-        self._known = sorted(known, key=lambda each: each.begin)
-        self._begins = [each.begin for each in self._known]
-        # known tensors that a collective writes at a time of its own: they are not compared
-        self._written_by_collectives: set[int] = set()
-        self._initial = [self._hash(each.tensor) for each in self._known]
+        self._is_on = self.too_many = False
+        self._step = _Step(tensors)
+        self._is_on = self.error is None
 
     def take(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
-        """End the step. Return its ops, and the places where they ran. Waits for the devices.
+        """End the step. Return the places where its ops ran, and the ops. Waits for the devices.
 
         Args:
             names: of the modules, by id.
         """
-        self.is_on = False
-        hashes = _read(self._hashes)
-        places: dict[OpPlace, int] = {}
-        runs: list[OpRun] = []
-        # hash of each known tensor, as an op left it
-        last = dict(enumerate(hashes[position] for position in self._initial))
+        self._is_on = False
+        step, self._step = self._step, _Step([])
+        return step.log(names)
 
-        def at(place: tuple[Any, ...]) -> int:
-            module, backward, source, after = place
-            name = names.get(id(module), type(module).__name__) if module is not None else ""
-            return places.setdefault(OpPlace(name, backward, source, after), len(places))
-
-        for run in self._runs:
-            for number, position in run.reads:
-                value = hashes[position]
-                if last[number] != value:
-                    last[number] = value
-                    change = ((*self._known[number].key, value),)
-                    runs.append(OpRun("", (), (), (), change, at(run.place)))
-            for number, position in run.writes:
-                last[number] = hashes[position]
-            runs.append(
-                OpRun(
-                    run.op,
-                    run.arguments,
-                    tuple(hashes[each] for each in run.inputs),
-                    tuple(hashes[each] for each in run.outputs),
-                    tuple((*self._known[number].key, hashes[at_]) for number, at_ in run.writes),
-                    at(run.place),
-                )
-            )
-        self._begin([])
-        return list(places), runs
-
-    # --- modules
+    def stop(self) -> None:
+        """Record nothing any more, and let go of all tensors."""
+        self.on_forward = None
+        self._is_on = False
+        self._step = _Step([])
 
     def _enter(self, module: Any, _inputs: Any) -> None:
         self._modules.append(module)
@@ -205,126 +329,32 @@ class OpWatch:
         while self._modules and self._modules.pop() is not module:
             pass
 
-    # --- ops
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, and record it."""
-        if not self.is_on or os.getpid() != self._pid:
+        if not self._is_on or os.getpid() != self._pid:
             return func(*args, **kwargs)
+        facts = self._ops.get(func)
+        run = None
         try:
-            before = self._inputs_before(func, args, kwargs)
+            if facts is None:
+                facts = self._ops[func] = _OpFacts(func)
+            module = self._modules[-1] if self._modules else None
+            run = self._step.before(func, facts, args, kwargs, module)
         except Exception as error:
             self._fail(error)
-            before = None
         result = func(*args, **kwargs)
-        if before is not None and self.is_on:
+        if facts is not None and run is not None and self._is_on:
             try:
-                self._add(before, args, kwargs, result)
+                self._step.add(run, facts, args, kwargs, result)
             except Exception as error:
                 self._fail(error)
+            if len(self._step) > RUNS_MAX:
+                self.too_many, self._is_on = True, False
         return result
-
-    def _inputs_before(self, func: Any, args: Any, kwargs: Any) -> tuple[_OpFacts, _Run] | None:
-        """Return an op with the hashes of its inputs; None if there is nothing to compare."""
-        about = self._ops.get(func)
-        if about is None:
-            about = self._ops[func] = _OpFacts(func)
-        if about.is_view:
-            return None
-        place = self._module_and_line()
-        if about.is_collective:
-            self._after = f"{func._schema.name.partition('::')[2].strip('_')}" + (
-                f" at {place[2]}" if place[2] else ""
-            )
-            self._written_by_collectives |= {
-                number
-                for each in self._written(about, args, kwargs)
-                for number in self._known_in(each)
-            }
-            return None
-        tensors = _tensors((args, kwargs))
-        inputs = [self._hash(each) for each in tensors] if about.is_function else []
-        if about.is_random:
-            inputs.append(self._hash_of_generator(about, args, kwargs, tensors))
-        reads = [
-            (number, self._hash(self._known[number].tensor))
-            for number in sorted({number for each in tensors for number in self._known_in(each)})
-        ]
-        arguments = _described((args, kwargs))
-        return about, _Run(str(func), arguments, inputs, [], reads, [], place)
-
-    def _add(self, before: tuple[_OpFacts, _Run], args: Any, kwargs: Any, result: Any) -> None:
-        """Add the hashes of an op's outputs."""
-        about, run = before
-        written = self._written(about, args, kwargs)
-        if about.is_function:
-            outputs = written or _tensors(result)
-            run.outputs.extend(self._hash(each) for each in outputs[: about.outputs])
-        for number in sorted({number for each in written for number in self._known_in(each)}):
-            run.writes.append((number, self._hash(self._known[number].tensor)))
-        if run.outputs or run.writes or run.reads:
-            self._runs.append(run)
-        if len(self._runs) > RUNS_MAX:
-            self.too_many, self.is_on = True, False
-
-    def _written(self, about: _OpFacts, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the arguments that an op writes to."""
-        return _tensors(
-            [
-                args[index] if index < len(args) else kwargs.get(about.names[index])
-                for index in about.writes
-            ]
-        )
-
-    def _module_and_line(self) -> tuple[Any, ...]:
-        """Return the module that runs an op, or ran its forward, and the line."""
-        node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            module, line = self._forward_places.get(node._sequence_nr(), (None, ""))
-            return module, True, line or user_line(sys._getframe(2)), self._after
-        module = self._modules[-1] if self._modules else None
-        line = user_line(sys._getframe(2))
-        if module is not None and torch.is_grad_enabled():
-            number = torch._C._autograd._get_sequence_nr() - 1
-            # later ops without a node of their own see the same number
-            self._forward_places.setdefault(number, (module, line))
-        return module, False, line, self._after
-
-    def _hash(self, tensor: torch.Tensor) -> int:
-        """Return the position of a tensor's hash, which the device may still compute."""
-        self._hashes.append(hash_without_nan(tensor))
-        return len(self._hashes) - 1
-
-    def _hash_of_generator(
-        self, about: _OpFacts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-    ) -> int:
-        given = kwargs.get("generator")
-        if given is None and "generator" in about.names:
-            index = about.names.index("generator")
-            given = args[index] if index < len(args) else None
-        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-        if given is None:
-            given = torch.default_generator
-            if device.type == "cuda" and torch.cuda.is_initialized():
-                index = torch.cuda.current_device() if device.index is None else device.index
-                given = torch.cuda.default_generators[index]
-        return self._hash(given.get_state())
-
-    def _known_in(self, tensor: torch.Tensor) -> Iterable[int]:
-        """Yield the numbers of the known tensors that share memory with this one."""
-        if not self._known:
-            return
-        begin = tensor.data_ptr()
-        end = begin + _extent(tensor)
-        number = max(0, bisect_right(self._begins, begin) - 1)
-        while number < len(self._known) and self._known[number].begin < end:
-            if self._known[number].end > begin and number not in self._written_by_collectives:
-                yield number
-            number += 1
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error
-        self.is_on = False
+        self._is_on = False
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[misc]

@@ -259,51 +259,51 @@ def _check_names(
     for group in unwanted:
         fields.check_exists([data], "group", group)
     if isinstance(counts, Mapping):
-        names = (by,) if isinstance(by, str) else tuple(by)
         for key, expected in counts.items():
             if not expected:  # others are found missing
-                for name, value in zip(names, (key,) if isinstance(by, str) else key, strict=False):
+                for name, value in zip(_names(by), _values(key, by), strict=False):
                     fields.check_exists([data], name, value)
 
 
 def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:
-    actual = part.counts(by=by)
-    wanted = {_without_enums(key): expected for key, expected in counts.items()}
-    data = part.data
-    getters = [fields.field(name).get for name in ([by] if isinstance(by, str) else by)]
+    """Return a sentence for each key of ``counts``, and of the trace, whose number differs."""
+    names, data = _names(by), part.data
+    actual = part.counts(by=names)
+    wanted = {_values(key, by): expected for key, expected in counts.items()}
+    getters = [fields.field(name).get for name in names]
     problems = []
-    for key in [*wanted, *(key for key in actual if key not in wanted)]:
-        expected, found = wanted.get(key, 0), actual.get(key, 0)
+    for values in {**wanted, **actual}:
+        expected, found = wanted.get(values, 0), actual.get(values, 0)
         if expected == found:
             continue
-        values = (key,) if isinstance(by, str) else key
-        events = [
-            event
-            for event in data.events
-            if tuple(get(data.group_of(event), event) for get in getters) == values
-        ]
-        name = " ".join(map(str, values))
-        if not found:
-            problems.append(
-                f"{name}: expected {number(expected)}, found none{_similar(key, actual)}"
-            )
+        words = f"{' '.join(map(str, values))}: expected {_number_or_none(expected)}, found "
+        if found:
+            events = [
+                event
+                for event in data.events
+                if tuple(get(data.group_of(event), event) for get in getters) == values
+            ]
+            problems.append(f"{words}{number(found)}:{_event_lines(data, events)}")
         else:
-            problems.append(
-                f"{name}: expected {_number_or_none(expected)}, found {number(found)}:"
-                + _event_lines(data, events)
-            )
+            problems.append(f"{words}none{_similar(values, actual)}")
     return problems
 
 
-def _without_enums(key: Any) -> Any:
-    plain = [getattr(item, "value", item) for item in (key if isinstance(key, tuple) else (key,))]
-    return tuple(plain) if isinstance(key, tuple) else plain[0]
+def _names(by: str | Sequence[str]) -> tuple[str, ...]:
+    return (by,) if isinstance(by, str) else tuple(by)
 
 
-def _similar(key: Any, actual: Mapping[Any, int]) -> str:
-    names = {str(name).replace("_", ""): name for name in actual} if isinstance(key, str) else {}
-    close = difflib.get_close_matches(str(key).replace("_", ""), names, n=1, cutoff=0.8)
-    return f" (did you mean {names[close[0]]!r}?)" if close else ""
+def _values(key: Any, by: str | Sequence[str]) -> tuple[Any, ...]:
+    """Return the values of the fields of ``by`` that a key of ``counts`` holds."""
+    return tuple(getattr(each, "value", each) for each in ((key,) if isinstance(by, str) else key))
+
+
+def _similar(values: tuple[Any, ...], actual: Iterable[tuple[Any, ...]]) -> str:
+    if len(values) != 1 or not isinstance(values[0], str):
+        return ""
+    known = {str(name).replace("_", ""): name for (name,) in actual}
+    close = difflib.get_close_matches(values[0].replace("_", ""), known, n=1, cutoff=0.8)
+    return f" (did you mean {known[close[0]]!r}?)" if close else ""
 
 
 def _number_or_none(calls: int) -> str:
