@@ -225,10 +225,10 @@ def clean_json(content: bytes, *, always: bool = False) -> bytes:
 
 
 def clean_all(value: Any) -> Any:
-    """The data of a JSON file with all texts clean."""
+    """The data of a JSON file, or for one, with all texts clean."""
     if isinstance(value, str):
         return clean(value)
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [clean_all(one) for one in value]
     if isinstance(value, dict):
         return {clean_all(key): clean_all(one) for key, one in value.items()}

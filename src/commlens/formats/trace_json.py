@@ -18,7 +18,7 @@ import msgspec
 from commlens.atomic_write import write_whole
 from commlens.errors import FormatError
 from commlens.model.trace import SCHEMA, TraceData
-from commlens.text import TEXT_MAX, clean_json
+from commlens.text import TEXT_MAX, clean_all, clean_json
 
 UNPACKED_MAX: Final = 1 << 30  # most bytes that a compressed trace is unpacked to
 _PIECE: Final = 1 << 20
@@ -52,18 +52,8 @@ def _encoded(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
-        # a file name that is not valid text: its invalid bytes become question marks
-        return msgspec.json.encode(_text_only(msgspec.to_builtins(value))).decode()
-
-
-def _text_only(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, list):
-        return [_text_only(item) for item in value]
-    if isinstance(value, dict):
-        return {_text_only(key): _text_only(item) for key, item in value.items()}
-    return value
+        # a file name that is not valid text
+        return msgspec.json.encode(clean_all(msgspec.to_builtins(value))).decode()
 
 
 def write_trace(data: TraceData, path: Path) -> None:

@@ -21,6 +21,7 @@ from traces import one_event, training
 import commlens
 from commlens.formats.trace_json import encode, read_trace, write_trace
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
+from commlens.model.hazard import Hazard
 from commlens.model.trace import (
     Coverage,
     Depth,
@@ -133,6 +134,17 @@ def test_what_is_written_is_read_again(tmp_path: Path, data: TraceData, compress
     trace = commlens.Trace.load(path)
     assert trace.to_summary().calls == trace.calls
     assert not trace.compare(trace)
+
+
+def test_a_file_name_that_is_no_text_is_escaped_wherever_it_is(tmp_path: Path) -> None:
+    line = Frame("caf\udce9.py", 3, "main", FrameKind.USER)
+    data = one_event(source=line, owner=Owner("DDP", "bucket 0", ("fc\udce9",)))
+    data.hazards = [Hazard("never-waited", 1, (line,))]
+    path = tmp_path / "x.json"
+    path.write_bytes(encode(data))
+    found = read_trace(path)
+    assert found.events[0].source is not None
+    assert found.events[0].source.file == found.hazards[0].stack[0].file == "caf\\udce9.py"
 
 
 def test_the_schema_names_what_the_data_has_and_no_more():
