@@ -32,7 +32,7 @@ ASK_AGAIN_NS = 1_000_000_000
 ASK_WHILE_BUSY_NS = 30_000_000_000
 LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
-# between two looks of the watchdog thread; the native engine has the same limit
+# between two calls of look() by the watchdog thread; the native engine has the same limit
 _ADDED_MAX = 16_384
 ENDED = -1
 """``known_how`` of a collective that completed or failed, while older ones are in flight."""
@@ -142,6 +142,7 @@ class DeviceQueues:
         self._capturing = False
 
     def _sort_in(self, token: Token) -> None:
+        """Put a collective where the source of its completion is followed."""
         channel = token.args.channel
         if token.hooked is not None:
             self._hooked.append(token)
@@ -165,7 +166,7 @@ class DeviceQueues:
         self._look_at_hooked(now)
         if self._durations is not None:
             self._durations.look(now, self._querying)
-        if not self._is_due(now):
+        if not self._take_turn(now):
             return
         self._asked_ns = now
         self._apply_hooked(now)
@@ -214,7 +215,10 @@ class DeviceQueues:
 
     # --- when to ask
 
-    def _is_due(self, now: int) -> bool:
+    def _take_turn(self, now: int) -> bool:
+        """Return whether to ask torch's recorder now. Where a stall may be asked about only once,
+        it counts as asked about.
+        """
         waiting = [queue for queue in self._queues.values() if queue.tokens]
         quiet = [queue for queue in waiting if queue.is_quiet(now)]
         if getattr(torch.version, "hip", None):
@@ -230,6 +234,7 @@ class DeviceQueues:
     # --- what the answers mean
 
     def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
+        """Learn from the counters of a backend whose numbers are those of collectives alone."""
         queue.note_progress(
             now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed
         )
@@ -246,9 +251,12 @@ class DeviceQueues:
             how = L.HOW_NATIVE_RECORDER
             if status.started != torch_progress.NEVER:
                 how = L.HOW_STARTED if token.backend_number <= status.started else L.HOW_ENQUEUED
-            self._in_flight(token, how)
+            self._mark_in_flight(token, how)
 
     def _apply_entries(self, queues: list[Queue], now: int) -> None:
+        """Learn from the list of ops in flight, for backends whose counters mix collectives and
+        messages.
+        """
         answer = torch_progress.in_flight()
         if answer is None:
             return
@@ -266,7 +274,7 @@ class DeviceQueues:
                     known.coalesced if token.args.op == "coalesced" else known.alone
                 )
                 if is_active:
-                    self._in_flight(
+                    self._mark_in_flight(
                         token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER
                     )
                     left.append(token)
@@ -294,8 +302,8 @@ class DeviceQueues:
     def _apply_newest(
         self, queue: Queue, entries: list[torch_progress.RecorderEntry], now: int
     ) -> None:
-        """The newest entry of a group belongs to its newest collective, and so on, as long as the
-        ops are the same.
+        """Match a group's entries with its collectives from the newest back, as long as the ops are
+        the same.
         """
         tokens = list(queue.tokens)[-len(entries) :]
         older, entries = entries[: -len(tokens)], entries[-len(tokens) :]
@@ -309,14 +317,15 @@ class DeviceQueues:
                 self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
                 token.waiting, token.known_how = False, ENDED
             elif queue.channel.backend.watches:
-                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+                self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
         still_open = [at for at, token in enumerate(tokens) if token.known_how != ENDED]
         queue.tokens = collections.deque(tokens[min(still_open, default=len(tokens)) :])
         if queue.dropped is not None:
             queue.dropped.waiting = bool(older) and not older[-1].completed
         queue.note_progress(now, any_done=len(still_open) < open_before)
 
-    def _in_flight(self, token: Token, how: int) -> None:
+    def _mark_in_flight(self, token: Token, how: int) -> None:
+        """Note in a collective's record how it is known to be in flight."""
         if token.known_how != how:
             token.waiting = True
             token.known_how = how
@@ -336,7 +345,7 @@ class DeviceQueues:
                 still_open = [token]  # of those whose records are overwritten, the newest
                 continue
             if is_late:
-                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+                self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
                 if token.hooked.done_ns:  # meanwhile: what is in flight may have overwritten that
                     self._tracker.done(token, L.HOW_NATIVE_RECORDER, int(token.hooked.done_ns))
                     continue
@@ -351,7 +360,7 @@ class DeviceQueues:
             token = self._messages.popleft()
             result = token.result() if token.result is not None else None
             if result is None:
-                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+                self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
                 self._messages.append(token)
             elif result in _FAILURES:
                 error = RuntimeError(_FAILURES[result])

@@ -50,14 +50,14 @@ def record_exception(
     if first is not None:
         text, frames = first[0], [*first[1], *frames]
     else:
-        told = (
+        message = (
             " ".join(str(error).split())
             if refusal is error
             else next(iter(str(error).strip().splitlines()), "")
         )
         own = job_dirs.box_rank(writer.path), _checkpoint_file(trace)
-        told = told[:500] + _of_ranks(str(error), *own)
-        text = f"{kind.__name__}: {told}" if told else kind.__name__
+        message = message[:500] + _of_ranks(str(error), *own)
+        text = f"{kind.__name__}: {message}" if message else kind.__name__
         text += _last_error(str(error)) + _killed_worker(error)
     blob = {"k": "exception", "text": text, "f": frames[:64]}
     if ASSERTED in text and (assertion := _only_assertion()):

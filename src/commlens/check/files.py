@@ -1,8 +1,8 @@
-"""Note the files that a program looks for.
+"""Note the files that a program looks for, and whether it finds them.
 
 The ranks of a fake world run one after another. So a rank may find a file that another rank has
 written, such as a checkpoint, where in a real job all ranks find it, or none. A line at which ranks
-found different files (:func:`changing`) is a guess of the check.
+found different files (:func:`lines_of_changed_files`) is a guess of the check.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-from commlens.check.sequence import FileLook
+from commlens.check.sequence import FileLookup
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
 from commlens.model.grouping import grouped
@@ -34,15 +34,15 @@ does. Other libraries look for files of their own, such as caches, which are lef
 
 
 class _ThreadFiles(threading.local):
-    is_looking = False  # this thread looks already
+    is_looking = False  # this thread is inside of a lookup
 
 
 class Files:
     """Notes which files the program looks for, and which it finds."""
 
     def __init__(self) -> None:
-        self.looks: dict[str, FileLook] = {}
-        """The first look for each path or pattern."""
+        self.lookups: dict[str, FileLookup] = {}
+        """The first one of each path or pattern."""
         self._here = _ThreadFiles()
 
     def install(self, patches: Patches) -> None:
@@ -99,7 +99,7 @@ class Files:
 
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
-        """Leave out the looks that Python makes inside of a look: glob calls scandir."""
+        """Leave out the lookups that Python makes inside of another one: glob calls scandir."""
         outer, self._here.is_looking = self._here.is_looking, True
         try:
             yield
@@ -118,16 +118,19 @@ class Files:
         with self._looking(), contextlib.suppress(OSError):
             file = pathlib.Path(path).absolute()
             if below or not file.is_dir():
-                self.looks.setdefault(f"{file}{below}", FileLook(found, source))
+                self.lookups.setdefault(f"{file}{below}", FileLookup(found, source))
 
 
-def changing(looks: Sequence[Mapping[str, FileLook]]) -> list[Frame]:
+def lines_of_changed_files(lookups: Sequence[Mapping[str, FileLookup]]) -> list[Frame]:
     """Return the lines that found different files on some ranks, because other ranks had written
     them in between.
+
+    Args:
+        lookups: of each rank, by path.
     """
-    by_path = grouped((path, look) for own in looks for path, look in own.items())
-    apart = [same for same in by_path.values() if len({look.found for look in same}) > 1]
-    return list(dict.fromkeys(same[0].frame for same in apart))
+    by_path = grouped((path, lookup) for own in lookups for path, lookup in own.items())
+    differ = [same for same in by_path.values() if len({lookup.found for lookup in same}) > 1]
+    return list(dict.fromkeys(same[0].frame for same in differ))
 
 
 def _checksum(names: Iterable[Any]) -> int:

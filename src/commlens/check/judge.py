@@ -12,7 +12,7 @@ from commlens.check import words
 from commlens.check.branches import BranchLine, merged
 from commlens.check.branches import doubtful as doubtful_decisions
 from commlens.check.classes import Classes
-from commlens.check.files import changing
+from commlens.check.files import lines_of_changed_files
 from commlens.check.schedule import RULES, Op, Outcome, RankState, Rules, schedule
 from commlens.check.sequence import Guess, Issue, RankSequence
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
@@ -196,10 +196,10 @@ def _guesses(
         for guess in state.sequence.guesses
         if guess.after <= reached[rank].events
     ]
-    looks = changing([state.sequence.looks for state in states.values()])
+    changed = lines_of_changed_files([state.sequence.file_lookups for state in states.values()])
     return [
         *guesses,
-        *(Guess("file", (frame,)) for frame in looks),
+        *(Guess("file", (frame,)) for frame in changed),
         *(
             Guess("file", sequence.exception_stack)
             for sequence in _failed(outcome, culprits)

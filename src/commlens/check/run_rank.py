@@ -136,7 +136,7 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
             _print_error(error)
         buffers.stop()
         recorder.detach()
-    sequence.looks = files.looks
+    sequence.file_lookups = files.lookups
     sequence.hazards = [
         hazard
         for hazard in (*recorder.found_hazards(), *buffers.hazards())

@@ -107,7 +107,7 @@ class Unseen(msgspec.Struct, frozen=True):
     name: str = ""  # the address, the world size or rank, the size of the group
 
 
-class FileLook(msgspec.Struct, frozen=True):
+class FileLookup(msgspec.Struct, frozen=True):
     """The program looked whether a file exists, or which files there are."""
 
     found: int
@@ -133,7 +133,7 @@ class RankSequence(msgspec.Struct):
     out_of_time: bool = False
     guesses: list[Guess] = []
     decisions: list[BranchLine] = []  # lines that asked for values that are not known
-    looks: dict[str, FileLook] = {}  # for files, by path
+    file_lookups: dict[str, FileLookup] = {}  # by path
     unseen: list[Unseen] = []
     hazards: list[Hazard] = []  # latent faults, such as a Work that was never waited for
     problem: str = ""  # why there is no complete sequence, in a sentence: a time limit, a crash

@@ -515,8 +515,8 @@ def _observed(
     }
     there = {name: at_ns for name, at_ns in saved.items() if exists(folder, name)}
     about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": there}
-    told = {} if health is None else {"health": health}
-    return _json({**about, "problems": notes, "ranks": ranks, **told})
+    hardware = {} if health is None else {"health": health}
+    return _json({**about, "problems": notes, "ranks": ranks, **hardware})
 
 
 def _known_fields(observation: Observation) -> dict[str, Any]:

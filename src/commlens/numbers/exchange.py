@@ -197,7 +197,7 @@ class Collector:
         self._comparison = TensorComparison()
         self._waiting: dict[CheckId, _Reports] = {}
         self._answered: list[str] = []  # names of the newest answers, which ranks may still read
-        self._told_other_ops = False
+        self._warned_of_other_ops = False
         self._leaving: set[int] = set()  # ranks whose last report came with the newest reports
         self._left: set[int] = set()  # ranks all of whose reports have been taken
         self._steps = StepsCompared()
@@ -292,8 +292,8 @@ class Collector:
                     check.wait_s,
                 )
         self._forget(check)
-        if (other := self._comparison.other_ops) is not None and not self._told_other_ops:
-            self._told_other_ops = True
+        if (other := self._comparison.other_ops) is not None and not self._warned_of_other_ops:
+            self._warned_of_other_ops = True
             log.warning("commlens: %s", other_ops(*other))
         for cause in causes:
             self._on_diverged(verdict_of(cause))

@@ -422,7 +422,7 @@ class OpChecks:
         self._watch = OpWatch()
         self._models: Sequence[Model] = ()
         self._before: Inspection | None = None  # the named tensors when the step began
-        self._told = False
+        self._has_warned = False
 
     def install(self, on_first: Callable[[Callable[[Any], None], Any], None]) -> None:
         """See all ops from now on, and record those from the first forward pass on.
@@ -465,8 +465,8 @@ class OpChecks:
         places, runs = self._watch.take(module_names(roots))
         if self._watch.error is not None:
             raise self._watch.error
-        if self._watch.too_many and not self._told:
-            self._told = True
+        if self._watch.too_many and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "commlens: step %s has more than %s ops; those steps are not compared op by op",
                 step,

@@ -88,7 +88,7 @@ class TensorSampler:
         self._models: list[Model] = []
         self._fsdp: weakref.WeakKeyDictionary[Model, FsdpModules] = weakref.WeakKeyDictionary()
         self._searches = 0  # for models
-        self._told_of_copies = False
+        self._warned_of_copies = False
 
     def note_inputs(
         self, module: Any, ranks_of: Callable[[], tuple[int, ...]], inputs: Any
@@ -244,7 +244,7 @@ class TensorSampler:
 
     def _tell_of_copies(self, followed: FollowedOptimizer) -> None:
         """Log once, on rank 0, that an optimizer trains other tensors than those of the model."""
-        if not self._told_of_copies and dist.get_rank() == 0:
+        if not self._warned_of_copies and dist.get_rank() == 0:
             log.warning(
                 "commlens: %s %d trains tensors that belong to no module, as Megatron's optimizers"
                 " for mixed precision train copies of the parameters: the parameters, gradients and"
@@ -253,7 +253,7 @@ class TensorSampler:
                 OPTIMIZER,
                 followed.number,
             )
-        self._told_of_copies = True
+        self._warned_of_copies = True
 
     def _exchange(self) -> Exchange | None:
         """Return the exchange of all ranks; None if there is no rank to compare with. Switch the

@@ -344,11 +344,11 @@ _ISSUING_METHODS = (
 def _telling_issue(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         listeners, work = _work_listeners, None
-        told = _told_asynchronous(args, kwargs) if listeners else False
-        if told is False:
+        asynchronous = _async_op_in(args, kwargs) if listeners else False
+        if asynchronous is False:
             return original(self, *args, **kwargs)
         for listener in listeners:
-            listener.issue_begins(sys._getframe(1), told)
+            listener.issue_begins(sys._getframe(1), asynchronous)
         try:
             work = original(self, *args, **kwargs)
             return work
@@ -359,12 +359,12 @@ def _telling_issue(original: Any) -> Any:
     return method
 
 
-def _told_asynchronous(args: Any, kwargs: Any) -> bool | None:
+def _async_op_in(args: Any, kwargs: Any) -> bool | None:
     """Return the ``asyncOp`` of a call's options; None if there is none."""
     for argument in (*args[:0:-1], *kwargs.values()):
-        told = getattr(argument, "asyncOp", None)
-        if told is not None:
-            return bool(told)
+        asynchronous = getattr(argument, "asyncOp", None)
+        if asynchronous is not None:
+            return bool(asynchronous)
     return None
 
 

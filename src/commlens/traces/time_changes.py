@@ -50,9 +50,9 @@ def add_times(
     comparison.times = [change for change in changes if change.moved]
     step = changes[0]
     if comparison.times:
-        told = joined(_words(change) for change in comparison.times[:4])
+        moved = joined(_words(change) for change in comparison.times[:4])
         comparison.time = (
-            f"Time moved: {told}. These are medians of {_steps(steps)}, with their 95% intervals."
+            f"Time moved: {moved}. These are medians of {_steps(steps)}, with their 95% intervals."
         )
     else:
         comparison.time = (

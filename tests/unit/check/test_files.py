@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from commlens.check.files import Files, changing, misses_a_file
-from commlens.check.sequence import FileLook
+from commlens.check.files import Files, lines_of_changed_files, misses_a_file
+from commlens.check.sequence import FileLookup
 from commlens.model.collective import Frame
 from commlens.tracing.patches import Patches
 
@@ -41,7 +41,7 @@ def test_the_first_look_for_a_file_is_noted(
     assert not look(path)
     path.touch()
     assert look(path)
-    noted = files.looks[str(path)]
+    noted = files.lookups[str(path)]
     assert not noted.found and noted.frame.file == __file__
 
 
@@ -84,11 +84,11 @@ def test_what_ranks_find_in_other_ways_is_compared(
     path = tmp_path / "runs" / "last.pt"
     path.parent.mkdir()
 
-    def look_as_a_rank() -> tuple[bool, dict[str, FileLook]]:
+    def look_as_a_rank() -> tuple[bool, dict[str, FileLookup]]:
         files, patches = Files(), Patches()
         files.install(patches)
         try:
-            return look(path), files.looks
+            return look(path), files.lookups
         finally:
             patches.restore()
 
@@ -97,8 +97,8 @@ def test_what_ranks_find_in_other_ways_is_compared(
     path.touch()
     found_then, after = look_as_a_rank()
     assert (found, found_then) == (False, True)
-    assert not changing([before, again])
-    (frame,) = changing([before, after])
+    assert not lines_of_changed_files([before, again])
+    (frame,) = lines_of_changed_files([before, after])
     assert frame.file == __file__
 
 
@@ -106,17 +106,17 @@ def test_a_file_that_is_written_is_no_look(files: Files, tmp_path: Path) -> None
     (tmp_path / "log.txt").write_text("a")
     with (tmp_path / "log.txt").open("a") as log:
         log.write("b")
-    assert not files.looks
+    assert not files.lookups
 
 
 def test_directories_do_not_matter(files: Files, tmp_path: Path) -> None:
     assert tmp_path.exists()
-    assert str(tmp_path) not in files.looks
+    assert str(tmp_path) not in files.lookups
 
 
 def test_a_look_that_cannot_succeed_raises_nothing(files: Files) -> None:
     assert not os.path.exists("x" * 5000)  # noqa: PTH110
-    assert not any(look.found for look in files.looks.values())
+    assert not any(look.found for look in files.lookups.values())
 
 
 def test_a_thread_that_looks_hides_no_look_of_another_one(files: Files, tmp_path: Path) -> None:
@@ -134,15 +134,19 @@ def test_a_thread_that_looks_hides_no_look_of_another_one(files: Files, tmp_path
     assert not (tmp_path / "last.pt").exists()
     go_on.set()
     thread.join(60)
-    assert str(tmp_path / "last.pt") in files.looks
+    assert str(tmp_path / "last.pt") in files.lookups
 
 
 def test_a_file_that_some_ranks_found_was_written_by_others() -> None:
     frame = Frame("/home/me/train.py", 5, "main")
-    missing = {"/last.pt": FileLook(found=0, frame=frame)}
-    there = {"/last.pt": FileLook(found=1, frame=frame)}
-    assert changing([missing, there, there]) == [frame]
-    assert changing([there, there, {}]) == changing([missing, missing]) == []
+    missing = {"/last.pt": FileLookup(found=0, frame=frame)}
+    there = {"/last.pt": FileLookup(found=1, frame=frame)}
+    assert lines_of_changed_files([missing, there, there]) == [frame]
+    assert (
+        lines_of_changed_files([there, there, {}])
+        == lines_of_changed_files([missing, missing])
+        == []
+    )
 
 
 def test_an_error_is_due_to_a_missing_file_if_one_before_it_is(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from sequences import Player, play
 
 from commlens.check.branches import BranchLine, Moment
 from commlens.check.judge import judge
-from commlens.check.sequence import FileLook, Guess, Unseen
+from commlens.check.sequence import FileLookup, Guess, Unseen
 from commlens.model.collective import Frame
 from commlens.model.hazard import Hazard
 from commlens.model.verdict import Verdict
@@ -343,8 +343,8 @@ def test_a_file_that_is_not_there_may_be_written_by_others() -> None:
 def test_a_fault_is_not_proven_if_ranks_wrote_files_for_others() -> None:
     sequences = play(3, one_more)
     for rank, sequence in sequences.items():
-        look = FileLook(rank > 0, Frame("/home/me/train.py", 5, "main"))
-        sequence.looks = {"/last.pt": look}
+        look = FileLookup(rank > 0, Frame("/home/me/train.py", 5, "main"))
+        sequence.file_lookups = {"/last.pt": look}
     verdict = judge(sequences).verdict
     assert verdict.kind == "undetermined"
     assert "train.py:5" in verdict.explanation

@@ -170,9 +170,9 @@ class LogParser:
         ending = parse_ending(text)
         if ending in OF_THE_STORE:
             quoted = shorten(L.without_head(text), UNREAD_MAX, placeholder=" ...")
-            told = EndingLine(ending, quoted, rank=rank, listens="server socket" in text)
-            others = [line for line in job.store_lines if line != told]
-            job.store_lines = [*others, told][-_STORE_LINES_MAX:]
+            newest = EndingLine(ending, quoted, rank=rank, listens="server socket" in text)
+            others = [line for line in job.store_lines if line != newest]
+            job.store_lines = [*others, newest][-_STORE_LINES_MAX:]
         elif ending is not None and len(job.endings) < NOTES_MAX:
             quoted = shorten(text, UNREAD_MAX, placeholder=" ...")
             first = job.aborted_first or not self._any_raised()
@@ -269,8 +269,8 @@ class LogParser:
         self._add_nccl_ranks()
         self._assign_unnamed_errors()
         found = [columns_of(rank, about, self._job) for rank, about in sorted(self._ranks.items())]
-        if told := list(filter(_tells_of_a_rank, found)):
-            return told
+        if of_ranks := list(filter(_tells_of_a_rank, found)):
+            return of_ranks
         if found and (found[0].launcher_signal or found[0].endings or found[0].remarks):
             return found
         return found[:1] if self._job.is_of_a_job else []
@@ -349,8 +349,8 @@ class LogParser:
 
 def _tells_of_a_rank(one: RankColumns) -> bool:
     """Return whether a log tells of a fault, or of a rank by its number."""
-    told = one.timeouts or one.exception or one.stuck_watchdog_s or one.lost_entries
-    return one.rank >= 0 or bool(told)
+    fault = one.timeouts or one.exception or one.stuck_watchdog_s or one.lost_entries
+    return one.rank >= 0 or bool(fault)
 
 
 def _add_work(

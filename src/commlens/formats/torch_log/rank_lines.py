@@ -1,4 +1,6 @@
-"""What the lines of a log have told so far: of each rank, of its process groups, and of the job."""
+"""The state of a log's reader: what the lines so far say about each rank, its process groups, and
+the job.
+"""
 
 from __future__ import annotations
 
@@ -70,24 +72,24 @@ class RankLines:
     )  # of the failed collective, innermost first
     exception_frames: list[FrameLine] = field(default_factory=list)  # innermost first
 
-    def add_place(self, rank: int, told: NcclPlace) -> None:
+    def add_place(self, rank: int, place: NcclPlace) -> None:
         """Add the rank's place, from NCCL's lines."""
-        self.columns.host = self.columns.host or told.host
+        self.columns.host = self.columns.host or place.host
         self.columns.place = RankPlace(
-            rank, gpu_index=told.gpu, nic=told.nic, rail=rail_of(told.nic, told.nics)
+            rank, gpu_index=place.gpu, nic=place.nic, rail=rail_of(place.nic, place.nics)
         )
 
     @property
     def tells_nothing(self) -> bool:
         """Whether no line says anything about the rank itself."""
-        told = (
+        faults = (
             self.unassigned
             or self.nccl2_timeouts
             or self.columns.exception
             or self.columns.stuck_watchdog_s
             or self.unread
         )
-        return not told and not any(
+        return not faults and not any(
             group.uncompleted or group.progress for group in self.groups.values()
         )
 

@@ -92,7 +92,7 @@ class CommDebugMode:
             self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
             tracer.on_collective.append(self._count_issued)
-            tracer.modules.on_enter.append(lambda call, module: self._modules.of_row(call.row))
+            tracer.modules.on_enter.append(lambda call, module: self._modules.add_row(call.row))
             tracer.start()
             self._ops.__enter__()
             if type(self).__torch_dispatch__ is not CommDebugMode.__torch_dispatch__:
@@ -194,7 +194,7 @@ class CommDebugMode:
 
     def _count_issued(self, event: RawEvent) -> None:
         if event.call is not None:
-            self._modules.of_row(event.call.row)
+            self._modules.add_row(event.call.row)
         path = self._fsdp_module(event) or event.path
         self._count(counted_packet(event), event.phase, path, event.cause)
 
@@ -246,7 +246,7 @@ class CommDebugMode:
         if self._ops is None:
             return []
         for row in list(self._ops.rows.values()):
-            self._modules.of_row(row)
+            self._modules.add_row(row)
         return self._ops.records()
 
 

@@ -51,11 +51,11 @@ class SeenModules:
         self.root = SeenModule(GLOBAL, "", 0, None, None)
         self.by_path: dict[str, SeenModule] = {GLOBAL: self.root}
 
-    def of_row(self, row: ModuleRow) -> SeenModule:
+    def add_row(self, row: ModuleRow) -> SeenModule:
         """Return the module of a tracker's row; record it if it is new."""
         seen = self.by_path.get(row.path)
         if seen is None:
-            parent = self.of_row(row.parent) if row.parent is not None else self.root
+            parent = self.add_row(row.parent) if row.parent is not None else self.root
             kind = f"class '{row.type}'".replace("<", "").replace(">", "")
             seen = self.by_path[row.path] = SeenModule(
                 row.path, kind, parent.depth + 1, parent, row.ref

@@ -89,8 +89,8 @@ def _is_no_part_of_it(kind: FrameKind, file: str) -> bool:
 def _async_op_of(frame: FrameType) -> bool | None:
     """Return the ``async_op`` of a call to torch.distributed; None if it has none."""
     values = frame.f_locals
-    told = values.get("async_op", values.get("async_ops"))
-    return told if isinstance(told, bool) else None
+    asynchronous = values.get("async_op", values.get("async_ops"))
+    return asynchronous if isinstance(asynchronous, bool) else None
 
 
 def touch_stack(frame: FrameType | None) -> RawStack | None:
