@@ -24,7 +24,7 @@ from commlens.check.sequence import FileLookup
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
 from commlens.model.grouping import grouped
-from commlens.tap.running_frames import kind_of_file
+from commlens.tap.running_frames import frame_of, kind_of_file
 from commlens.tracing.patches import Patches
 
 _PASSED_OVER = (FrameKind.PYTHON, FrameKind.TORCH)
@@ -152,5 +152,4 @@ def _asking_line(frame: FrameType | None) -> Frame | None:
         frame = frame.f_back
     if frame is None or kind_of_file(frame.f_code.co_filename) is not FrameKind.USER:
         return None
-    code = frame.f_code
-    return Frame(code.co_filename, frame.f_lineno, code.co_name, FrameKind.USER)
+    return frame_of(frame.f_code, frame.f_lineno)

@@ -17,7 +17,7 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import msgspec
@@ -70,7 +70,7 @@ from commlens.tap.interned_args import (
 )
 from commlens.tap.made_groups import MadeGroups, ManyGroups
 from commlens.tap.rejections import will_be_refused
-from commlens.tap.running_frames import kind_of_file
+from commlens.tap.running_frames import frame_of
 from commlens.text import count
 from commlens.tracing.patches import Patches, called_by_torch
 from commlens.tracing.preview.store import CHOSEN_PORT
@@ -701,7 +701,7 @@ class SequenceRecorder(tap.Subscriber):
     def stack_of_frame(self, frame: FrameType | None) -> Stack:
         """Return the stack whose innermost frame this is."""
         callers = traceback.walk_stack(frame) if frame is not None else ()
-        stack = tuple(_frame(each.f_code, line or 0) for each, line in callers)
+        stack = tuple(_frame(each.f_code, line) for each, line in callers)
         return self._stacks.setdefault(stack, stack)
 
 
@@ -718,9 +718,7 @@ def _described(args: InternedArgs, code: int | None) -> CollectiveArgs:
     return decode_args(msgspec.convert(args.content, ArgsJson), 0 if code is None else code + 1)
 
 
-@functools.cache
-def _frame(code: CodeType, line: int) -> Frame:
-    return Frame(code.co_filename, line, code.co_name, kind_of_file(code.co_filename))
+_frame = functools.cache(frame_of)
 
 
 @functools.lru_cache(maxsize=4096)

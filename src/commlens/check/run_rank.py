@@ -26,7 +26,7 @@ from commlens.model.collective import user_frame
 from commlens.model.frames import FrameKind
 from commlens.model.ranklog import End
 from commlens.tap.running_frames import kind_of_file
-from commlens.text import frame_phrase
+from commlens.text import frame_phrase, printable
 from commlens.tracing.in_flight.watch import BufferWatch
 from commlens.tracing.patches import Patches
 from commlens.tracing.preview.objects import Key, Message
@@ -212,7 +212,7 @@ def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseE
     else:
         sequence.exit_code = 1
     sequence.end = End.FAILED
-    first = next(iter(str(error).splitlines()), "")
+    first = printable(next(iter(str(error).splitlines()), ""))
     name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
     sequence.exception = f"{name}: {first}"[:_ERROR_MAX] if first else name
     sequence.exception_stack = recorder.stack_of_traceback(error.__traceback__)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from commlens.commands import add_program, program_of
 from commlens.commands.verdict_output import add_html, add_json, write_page
 from commlens.errors import CommandError, needs_torch
+from commlens.text import printable
 
 if TYPE_CHECKING:
     from commlens.check.judge import Checked
@@ -148,7 +149,7 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
         return check_plan(
             plan,
             backend=arguments.backend or "",
-            script=" ".join(program),
+            script=printable(" ".join(program)),
             seen=seen,
             branches=[parse_branch(text) for text in arguments.branch],
             combinations=arguments.combinations,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from types import FrameType
+from types import CodeType, FrameType
 
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind, KindPrefixes, frame_kind, process_prefixes
+from commlens.text import printable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,17 +29,21 @@ def _prefixes() -> KindPrefixes:
     return [(generated, FrameKind.TORCH), *process_prefixes(folder, commlens)]
 
 
+def frame_of(code: CodeType, line: int | None) -> Frame:
+    """Return a line of this process as reports hold it: in JSON, a file name must be valid text."""
+    file = code.co_filename
+    return Frame(printable(file), line or 0, code.co_name, kind_of_file(file))
+
+
 def user_frame(frame: FrameType | None) -> Frame | None:
     """Return the innermost line of the user on a stack, else of an installed library, else None."""
     library: Frame | None = None
     while frame is not None:
-        code = frame.f_code
-        kind = kind_of_file(code.co_filename)
-        if kind is FrameKind.USER or (kind is FrameKind.LIBRARY and library is None):
-            found = Frame(code.co_filename, frame.f_lineno or 0, code.co_name, kind)
-            if kind is FrameKind.USER:
-                return found
-            library = found
+        kind = kind_of_file(frame.f_code.co_filename)
+        if kind is FrameKind.USER:
+            return frame_of(frame.f_code, frame.f_lineno)
+        if kind is FrameKind.LIBRARY and library is None:
+            library = frame_of(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return library
 

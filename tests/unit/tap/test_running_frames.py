@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ pytest.importorskip("torch")
 import torch
 
 from commlens import tap
+from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
-from commlens.tap.running_frames import kind_of_file, user_line
+from commlens.tap.running_frames import kind_of_file, user_frame, user_line
 
 
 def test_the_innermost_line_of_the_program() -> None:
@@ -31,6 +33,12 @@ def test_the_innermost_line_of_the_program() -> None:
     # torch called the hook, and was called here
     assert lines[0] == f"test_running_frames.py:{line}"
     assert lines[1].startswith("test_running_frames.py:")
+
+
+def test_a_file_name_that_is_no_text_is_escaped() -> None:
+    found: dict[str, Any] = {"user_frame": user_frame, "sys": sys}
+    exec(compile("frame = user_frame(sys._getframe())", "/home/caf\udce9.py", "exec"), found)
+    assert found["frame"] == Frame("/home/caf\\udce9.py", 1, "<module>", FrameKind.USER)
 
 
 def test_no_frame() -> None:

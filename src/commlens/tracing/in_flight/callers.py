@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 
-from commlens.model.collective import Frame, FrameKind, Stack
-from commlens.tap.running_frames import kind_of_file
+from commlens.model.collective import FrameKind, Stack
+from commlens.tap.running_frames import frame_of, kind_of_file
 
 _TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
 _FUNCTIONAL: Final = "distributed/_functional_collectives.py"
@@ -124,10 +124,7 @@ def raw_stack(frame: FrameType | None) -> RawStack:
 
 def stack_of(raw: RawStack) -> Stack:
     """Return the frames with their lines."""
-    return tuple(
-        Frame(code.co_filename, _line(code, offset), code.co_name, kind_of_file(code.co_filename))
-        for code, offset in raw
-    )
+    return tuple(frame_of(code, _line(code, offset)) for code, offset in raw)
 
 
 def _line(code: CodeType, offset: int) -> int:
