@@ -189,7 +189,7 @@ NOT_YET = {
     "unit/verification/relay/test_node_relay.py": """
         verification/relay/connection
     """,
-    "unit/verification/test_waiting_cycles.py": """
+    "unit/verification/test_cycles.py": """
         verification/peers verification/refusals
     """,
     "unit/verification/test_verifier_start.py": """

@@ -1,4 +1,9 @@
-"""The order in which a rank runs the modules that FSDP2 has sharded."""
+"""The order in which a rank runs the modules that FSDP2 has sharded.
+
+If rank 0 runs ``layers.0`` and then ``layers.1``, and rank 1 the other way round,
+:meth:`FsdpModules.take` yields the two names in these orders, each as a tensor of kind "module".
+The comparison of the ranks' reports then names the first module that they ran at another place.
+"""
 
 from __future__ import annotations
 
