@@ -81,5 +81,6 @@ def _location(source_file: str, function: str | None) -> dict[str, Any]:
 def _artifact(file: Path) -> dict[str, str]:
     path = file.absolute()
     if path.is_relative_to(Path.cwd()):
-        return {"uri": quote(path.relative_to(Path.cwd()).as_posix()), "uriBaseId": _ROOT}
+        # bytes, because a file name need not be valid text
+        return {"uri": quote(bytes(path.relative_to(Path.cwd()))), "uriBaseId": _ROOT}
     return {"uri": path.as_uri()}

@@ -44,11 +44,14 @@ def test_levels() -> None:
     assert all("locations" not in result for result in run["results"])
 
 
-def test_a_finding_without_a_line_is_at_the_programs_first_line() -> None:
-    log = json.loads(sarif(Verdict(findings=[finding("cycle")]), Path("train.py")))
+@pytest.mark.parametrize(
+    ("program", "uri"), [("train.py", "train.py"), ("caf\udce9.py", "caf%E9.py")]
+)
+def test_a_finding_without_a_line_is_at_the_programs_first_line(program: str, uri: str) -> None:
+    log = json.loads(sarif(Verdict(findings=[finding("cycle")]), Path(program)))
     [result] = log["runs"][0]["results"]
     place = result["locations"][0]["physicalLocation"]
-    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 1)
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == (uri, 1)
 
 
 def test_files_are_named_from_the_working_directory(
