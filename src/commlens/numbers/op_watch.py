@@ -147,7 +147,7 @@ class _KnownTensors:
                 yield number
 
 
-class _Step:
+class _RecordedStep:
     """The ops of a step, as far as it has run."""
 
     def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
@@ -280,7 +280,7 @@ class OpWatch:
         self.on_forward: Callable[[Any], None] | None = None
         """Is called before a module runs that is trained."""
         self._is_on = False
-        self._step = _Step([])
+        self._step = _RecordedStep([])
         self._mode = _Mode(self)
         self._pid = os.getpid()
         self._ops: dict[Any, _OpFacts] = {}
@@ -301,7 +301,7 @@ class OpWatch:
     def start(self, tensors: Iterable[CheckedTensor]) -> None:
         """Begin a step, in which these tensors are known by name."""
         self._is_on = self.too_many = False
-        self._step = _Step(tensors)
+        self._step = _RecordedStep(tensors)
         self._is_on = self.error is None
 
     def take(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
@@ -311,14 +311,14 @@ class OpWatch:
             names: of the modules, by id.
         """
         self._is_on = False
-        step, self._step = self._step, _Step([])
+        step, self._step = self._step, _RecordedStep([])
         return step.log(names)
 
     def stop(self) -> None:
         """Record nothing any more, and let go of all tensors."""
         self.on_forward = None
         self._is_on = False
-        self._step = _Step([])
+        self._step = _RecordedStep([])
 
     def _enter(self, module: Any, _inputs: Any) -> None:
         self._modules.append(module)

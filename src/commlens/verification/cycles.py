@@ -3,8 +3,9 @@ the ranks' boards.
 
 Rank 0 waits in the all_reduce #3 of the default group, which rank 1 has not announced, and rank 1
 waits in a broadcast of group tp, which rank 0 has not announced: both find the cycle
-``[RankWait(0, <default group>, 3), RankWait(1, <tp>, 1)]``. If rank 1 waits for rank 2 instead, and
-rank 2 waits for nothing, rank 0 finds the chain ``[RankWait(1, <tp>, 1)]``: rank 2 holds both up.
+``[BoardWait(0, <default group>, 3), BoardWait(1, <tp>, 1)]``. If rank 1 waits for rank 2 instead,
+and rank 2 waits for nothing, rank 0 finds the chain ``[BoardWait(1, <tp>, 1)]``: rank 2 holds both
+up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CYCLE_AFTER_NS: Final = 300_000_000
 """A rank that has waited for less may be about to continue."""
 
 
-class RankWait(NamedTuple):
+class BoardWait(NamedTuple):
     """A rank, and the collective that it waits in."""
 
     rank: int
@@ -37,13 +38,13 @@ class Cycles:
         self._peers = peers
         self._refusals = refusals
 
-    def find(self) -> list[RankWait] | None:
+    def find(self) -> list[BoardWait] | None:
         """Return the ranks that wait for each other, or None unless that is proven.
 
         It is proven if each rank of the cycle issues from one thread only and waits for the next
         rank before it issues.
         """
-        path: list[RankWait] = []
+        path: list[BoardWait] = []
         wait = self.wait_of(self._peers.rank)
         while wait is not None:
             path.append(wait)
@@ -54,7 +55,7 @@ class Cycles:
             wait = next(filter(None, map(self.wait_of, unvisited)), None)
         return None
 
-    def chain(self, ranks: Iterable[int], longer_than_ns: int) -> list[RankWait]:
+    def chain(self, ranks: Iterable[int], longer_than_ns: int) -> list[BoardWait]:
         """Return the chain of waits from late ranks to the ranks that hold them up: each rank is
         absent from the collective that the one before waits in. Empty if there is no such chain, or
         it leads back into itself.
@@ -63,7 +64,7 @@ class Cycles:
             ranks: the late ranks. If one of them does not wait, there is no chain.
             longer_than_ns: a rank that has waited for less was late by itself.
         """
-        path: list[RankWait] = []
+        path: list[BoardWait] = []
         absent = set(ranks)
         while absent:
             waits = [self.wait_of(rank, longer_than_ns) for rank in sorted(absent)]
@@ -86,7 +87,7 @@ class Cycles:
                 return self.held_up(ranks | {rank}, longer_than_ns)
         return ranks
 
-    def describe(self, wait: RankWait) -> CycleStep:
+    def describe(self, wait: BoardWait) -> CycleStep:
         """Return a wait as a refusal shows it."""
         board = self._peers[wait.rank]
         blob = board.announced_blob(wait.key, wait.number) or {}
@@ -100,7 +101,7 @@ class Cycles:
             str(blob.get("op", "")),
         )
 
-    def _canonical(self, cycle: list[RankWait]) -> list[RankWait]:
+    def _canonical(self, cycle: list[BoardWait]) -> list[BoardWait]:
         """Return the cycle in the form that every rank in it finds.
 
         Of the ranks that wait in the same collective, the lowest represents all; the lowest rank of
@@ -118,7 +119,7 @@ class Cycles:
         first = steps.index(min(steps))
         return steps[first:] + steps[:first]
 
-    def wait_of(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> RankWait | None:
+    def wait_of(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> BoardWait | None:
         """Return the collective that a rank has waited in for longer than this.
 
         A rank that has yet to raise a posted refusal does not count as waiting, even if this rank
@@ -137,7 +138,7 @@ class Cycles:
         )
         if not waits or since <= self._refusals.posted_ns(rank):
             return None
-        return RankWait(rank, key, number)
+        return BoardWait(rank, key, number)
 
     def announced(self, key: int, number: int) -> dict[int, dict[str, Any]]:
         """Return the arguments of a collective by rank, of those that have announced it."""

@@ -21,7 +21,7 @@ from commlens.text import ranks_phrase
 from commlens.verification import messages
 from commlens.verification.channels import BoardArgs, BoardCode, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
-from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles, RankWait
+from commlens.verification.cycles import CYCLE_AFTER_NS, BoardWait, Cycles
 from commlens.verification.messages import Subject
 from commlens.verification.peers import HAS_FINISHED, Peers
 from commlens.verification.ready_clock import ReadyClock
@@ -350,7 +350,7 @@ class Waiting:
             )
             members = cycles.held_up(set(pending.channel.members), half)
             self._refusals.post(pending, refused, ranks=members)
-        own = RankWait(self._peers.rank, pending.channel.key, pending.number)
+        own = BoardWait(self._peers.rank, pending.channel.key, pending.number)
         last, key, number = chain[-1]
         late = [
             rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.wait_of(rank)
