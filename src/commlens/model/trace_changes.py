@@ -1,5 +1,5 @@
-"""The difference between two traces: "all_gather on tp in layers.0-31.attention is new: 32 calls
-per step, 128 MB".
+"""The difference between two traces: collectives that are new, gone, replaced, moved to another
+module, or changed in size, group or number.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 rank writes.
 
 Say rank 3 of 4 has no record, and the others wait for it. If all ranks run on this machine, it
-ended before it could record anything: it is presumed dead, and blamed. If it may run on another
-node, whose records are not here, or if its newest records are damaged, nobody is blamed.
+ended before it could record anything: it is presumed dead. If it may run on another node, whose
+records are not here, it is only the suspect, with low confidence. If its newest records are
+damaged, it may have come, and nobody is blamed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Select the logs of one job, and one log per rank; determine the world size and the ranks without
 a log.
 
-A folder may hold the logs of ranks 0-3 of an earlier start of the job, and of ranks 0-2 of the last
-one: of two starts with equally many ranks, the later is taken, and a note says what is left out.
+A folder may hold the logs of several starts of a job: those of the start with most ranks are
+taken, of equally many those of the later one, and a note says what is left out.
 """
 
 from __future__ import annotations
