@@ -159,6 +159,15 @@ def is_running(pid: int, start_ticks: int) -> bool:
     return stat is not None and not stat.ended and start_ticks in (0, stat.start_ticks)
 
 
+def age_s(pid: int) -> float:
+    """Return for how long a process has run; 0 if that cannot be read."""
+    stat = read_stat(pid)
+    if stat is None:
+        return 0.0
+    started = stat.start_ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
 def io_bytes(pid: int) -> tuple[int, int] | None:
     """Return the bytes read and written so far: by calls that have returned, and from and to disks.
 

@@ -36,7 +36,8 @@ from commlens.watch.roster import Member, Roster
 
 _LOOK_EVERY_S = 2.0
 _NEAR_MAX = 4
-_LINES_AFTER_S = 2.0  # all ranks leave init_process_group at about the same time
+_LINES_AFTER_S = 2.0  # on gloo, all ranks leave init_process_group at about the same time
+_IMPORTS_WITHIN_S = 30.0  # on NCCL, a rank leaves it while others still import torch
 
 
 class Strangers:
@@ -81,10 +82,13 @@ class Strangers:
         if self._said or not has_joined:
             return []
         self._lines_due = self._lines_due or now + _LINES_AFTER_S
-        self._said = now >= self._lines_due
-        if self._said:
-            self.find(now)
-        return unrecorded_lines(self._roster.current()) if self._said else []
+        if now < self._lines_due:
+            return []
+        self.find(now)
+        members, self._lines_due = self._roster.current(), now + _LOOK_EVERY_S
+        lines = unrecorded_lines(members)
+        self._said = bool(lines) or not any(map(_may_open_one, members))
+        return lines
 
 
 class JobMeeting(NamedTuple):
@@ -262,10 +266,16 @@ def _unrecorded(members: Sequence[Member], recorded: Sequence[Member]) -> Iterat
     """Yield a clause with the reason for each rank that runs and will never be recorded."""
     for member in members:
         is_unrecorded = member.box is None and member.alive
-        if is_unrecorded and (why := why_unrecorded(member.pid, joined=True)):
+        joined = not _may_open_one(member)
+        if is_unrecorded and (why := why_unrecorded(member.pid, joined=joined)):
             parent = parent_among(member.pid, recorded)
             child = f" is a child of rank {parent.rank} and" if parent is not None else ""
             yield f"rank {member.rank} (pid {member.pid}){child} is not recorded: {why}"
+
+
+def _may_open_one(member: Member) -> bool:
+    """Return whether a rank without a black box may still import torch, which opens it."""
+    return member.box is None and member.alive and process.age_s(member.pid) < _IMPORTS_WITHIN_S
 
 
 def parent_among(pid: int, members: Sequence[Member]) -> Member | None:

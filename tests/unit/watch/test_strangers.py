@@ -29,6 +29,7 @@ from commlens.text import INLINE_CODE
 from commlens.watch import strangers
 from commlens.watch.strangers import (
     JobMeeting,
+    Strangers,
     find_strangers,
     meeting_of,
     near_processes,
@@ -179,6 +180,25 @@ def test_the_line_at_the_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (
         unrecorded_lines([*recorded, member(2, os.getpid(), place="tcp://127.0.0.1:29500")]) == []
     )
+
+
+def test_a_rank_that_may_still_import_torch_is_not_named(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL, a rank leaves init_process_group before the others come to it."""
+    pid = run(COMMLENS="1", TORCH_DEVICE_BACKEND_AUTOLOAD="1")
+    eventually(lambda: "COMMLENS" in strangers.process.environment(pid))
+    monkeypatch.setattr(strangers.process, "has_torch", lambda pid: True)
+    known = member(0, os.getpid(), place="tcp://127.0.0.1:29500", size=2)
+    stranger = member(1, pid, size=2)
+    known.status, stranger.status = SimpleNamespace(initialised=True), None
+    looks = Strangers(SimpleNamespace(current=lambda: [known, stranger]), None)  # type: ignore[arg-type]
+    assert [looks.lines_at_start(now) for now in (1.0, 3.5, 6.0)] == [[], [], []]
+    grown = strangers.process.age_s(pid) + 30
+    monkeypatch.setattr(strangers.process, "age_s", lambda pid: grown)
+    (line,) = looks.lines_at_start(9.0)
+    assert f"rank 1 (pid {pid}) " in line and "is not recorded: its Python may lack" in line
+    assert looks.lines_at_start(12.0) == [], "it is said once"
 
 
 CONNECT = "import socket, sys; s = socket.create_connection(('127.0.0.1', {})); sys.stdin.read()"
