@@ -26,6 +26,7 @@ from commlens.check.run_rank import Plan
 from commlens.errors import CommandError
 from commlens.model.cause import LatentFault
 from commlens.model.verdict import Verdict
+from commlens.scenarios.registry import without_fsdp2
 from commlens.testing import check
 from conftest import RunCommlens
 
@@ -466,6 +467,8 @@ def shards() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fsdp2_with_tensor_parallelism() -> None:
+    if why := without_fsdp2():
+        pytest.skip(why)
     verdict = checked(shards, 4, fake_tensors=True)
     assert verdict.kind == "healthy" and not verdict.findings, verdict
 
