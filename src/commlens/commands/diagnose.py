@@ -193,6 +193,7 @@ def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> N
     from commlens.reports.step_table import change_words, period_words, rate_words
     from commlens.speed import pace, rhythm
     from commlens.speed.bandwidth import reached_rates
+    from commlens.speed.device_times import timed_collectives
     from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
     all_logs = [view.log for _, view in sorted(examined.job.views.items())]
@@ -230,7 +231,7 @@ def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> N
     extra = {} if runs_ahead else rhythm.longer_than_usual(moments)
     if (pause := rhythm.find_period(moments, extra)) is not None:
         print(period_words(pause))
-    for reached in reached_rates(logs, pace.timed_span(logs)):
+    for reached in reached_rates(timed_collectives(logs, pace.timed_span(logs)), logs):
         print(rate_words(reached))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
+    from commlens.config import Settings
     from commlens.diagnosis.views.status import JobStatus
 
 _JOBS_AT_ONCE = 16
@@ -57,7 +59,7 @@ class StatusCommand:
         settings = load_settings().settings
         jobs = find_recorded_jobs(arguments.job, settings.box_dir)
         if arguments.step:
-            return _show_steps(jobs, as_json=arguments.json)
+            return _show_steps(jobs, settings, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
             statuses = pool.map(lambda job: _status(job, settings.meet), jobs)
             # Jobs that share process groups have one status, of the processes of all: keep it once.
@@ -89,18 +91,20 @@ class StatusCommand:
         return 0
 
 
-def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
+def _show_steps(jobs: Sequence[Path], settings: Settings, *, as_json: bool) -> int:
     from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import heading
     from commlens.dumps.save import dump_name
     from commlens.reports.json_report import print_json
     from commlens.reports.step_table import step_table
     from commlens.speed.step_times import step_times
+    from commlens.watch.node_health import HealthOfNode
     from commlens.watch.snapshot import snapshot
 
     shown = []
     for position, job in enumerate(jobs):
-        logs = snapshot(job, window_s=0.0)
+        with contextlib.closing(HealthOfNode(settings)) as health:
+            logs = snapshot(job, window_s=0.0, health=health)
         name, times = heading(dump_name([job]), logs), step_times(logs)
         shown.append({"job": name, "step": times})
         if as_json:
@@ -109,7 +113,7 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
         print("\n" * bool(position) + f"{name}: {table.answer}")
         if table.rows:
             print_table(table.rows, headings=table.headings, indent=2)
-        for note in table.notes:
+        for note in [*(rate.text for rate in table.rates), *table.notes]:
             print(f"  {note}")
     if as_json:
         print_json(shown)

@@ -9,14 +9,13 @@ from typing import Final
 
 import msgspec
 
-from commlens.speed.bandwidth import ReachedRate, item_size
+from commlens.speed.bandwidth import ReachedRate
 from commlens.speed.rhythm import PeriodicPause, StepChange
 from commlens.speed.step_times import RankTime, StepPart, StepTimes
 from commlens.text import (
     capital,
     count,
     duration,
-    group_phrase,
     number,
     rank_phrase,
     ranks_phrase,
@@ -49,6 +48,13 @@ class RankBar(msgspec.Struct):
     text: str  # "waits 21 ms, sends 6.0 ms"
 
 
+class RateBar(msgspec.Struct):
+    """What a kind of transfer reaches of its links' nominal rate."""
+
+    percent: float
+    text: str  # a sentence
+
+
 class StepTable(msgspec.Struct):
     """The answer in a few sentences, a table and what is not known."""
 
@@ -57,6 +63,7 @@ class StepTable(msgspec.Struct):
     rows: list[list[str]]
     notes: list[str]
     bars: list[RankBar] = []
+    rates: list[RateBar] = []
 
 
 def step_table(times: StepTimes) -> StepTable:
@@ -73,7 +80,8 @@ def step_table(times: StepTimes) -> StepTable:
     if left_out:
         are = "is" if left_out == 1 else "are"
         notes.append(f"{count(left_out, 'more place')} with less time {are} not shown.")
-    return StepTable(_answer(times), headings, rows, [*notes, *times.unknown], bars)
+    rates = [RateBar(round(100 * each.share, 1), rate_words(each)) for each in times.rates]
+    return StepTable(_answer(times), headings, rows, [*notes, *times.unknown], bars, rates)
 
 
 def _bars(times: StepTimes) -> list[RankBar]:
@@ -126,11 +134,10 @@ def _answer(times: StepTimes) -> str:
 
 def rate_words(reached: ReachedRate) -> str:
     """Return what a kind of transfer reaches of its links' nominal rate, as a sentence."""
-    kind, nominal = reached.kind, reached.nominal
     return (
-        f"In {group_phrase(reached.group)}, {kind.op} of {size(kind.numel * item_size(kind.dtype))}"
-        f" reaches {size(reached.rate)}/s on the bus, {reached.rate / nominal.rate:.0%} of the"
-        f" nominal {size(nominal.rate)}/s ({nominal.links})."
+        f"In {reached.group}, {reached.op} of {size(reached.payload_bytes)} reaches"
+        f" {size(reached.bytes_s)}/s on the bus, {reached.share:.0%} of the nominal"
+        f" {size(reached.nominal_bytes_s)}/s ({reached.links})."
     )
 
 

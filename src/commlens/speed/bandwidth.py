@@ -14,13 +14,15 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
+import msgspec
+
 from commlens.model.collective import ProcessGroup
 from commlens.model.grouping import grouped
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.model.ranklog import RankLog
-from commlens.model.spans import Span
 from commlens.model.wire_bytes import wire_bytes
-from commlens.speed.device_times import TransferKind, timed_collectives, usual_transfers
+from commlens.speed.device_times import TimedCollective, TransferKind, usual_transfers
+from commlens.text import group_phrase
 
 _PCIE_LANE: Final = (0.25e9, 0.5e9, 0.985e9, 1.969e9, 3.938e9, 7.563e9)
 """Bytes a second in one direction, by generation."""
@@ -35,13 +37,20 @@ class NominalRate(NamedTuple):
     links: str  # "PCIe 5.0 x16"
 
 
-class ReachedRate(NamedTuple):
-    """The bus bandwidth of one kind of transfer in one group."""
+class ReachedRate(msgspec.Struct):
+    """The bus bandwidth of one kind of transfer in one group, and that of its links."""
 
-    kind: TransferKind
-    group: ProcessGroup
-    rate: float  # bytes a second
-    nominal: NominalRate
+    op: str
+    payload_bytes: int  # what each rank contributes
+    group: str  # "group dp [0-3]"
+    bytes_s: float
+    nominal_bytes_s: float
+    links: str  # "PCIe 5.0 x16"
+
+    @property
+    def share(self) -> float:
+        """The part of the nominal rate that is reached."""
+        return self.bytes_s / self.nominal_bytes_s
 
 
 def item_size(dtype: str) -> int:
@@ -66,20 +75,25 @@ def reached_rate(
     nominal rate of their links is not known, or they reach more: then other links carry them.
     """
     nominal, rate = nominal_rate(group.ranks, nodes), bus_rate(kind, ns)
-    if nominal is not None and 0 < rate <= nominal.rate:
-        return ReachedRate(kind, group, rate, nominal)
-    return None
+    if nominal is None or not 0 < rate <= nominal.rate:
+        return None
+    payload = kind.numel * item_size(kind.dtype)
+    return ReachedRate(kind.op, payload, group_phrase(group), rate, *nominal)
 
 
-def reached_rates(logs: Sequence[RankLog], window: Span) -> list[ReachedRate]:
-    """Return the bus bandwidths of the transfers that take most time in a window (Unix ns), where
-    the nominal rate of their links is known.
+def reached_rates(timed: Iterable[TimedCollective], logs: Iterable[RankLog]) -> list[ReachedRate]:
+    """Return the bus bandwidths of the transfers that take most time, where the nominal rate of
+    their links is known.
+
+    Args:
+        timed: the collectives on devices.
+        logs: of the ranks, with the hardware of their nodes.
     """
     nodes = [log.health for log in logs if log.health is not None]
     transfers = sorted(
         (
             (kind, usual)
-            for kind, groups in usual_transfers(timed_collectives(logs, window)).items()
+            for kind, groups in usual_transfers(timed).items()
             for usual in groups.values()
         ),
         key=lambda each: -each[1].ns * each[1].times,

@@ -19,8 +19,8 @@ from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
-from commlens.speed.bandwidth import item_size
-from commlens.speed.device_times import timed_collectives
+from commlens.speed.bandwidth import ReachedRate, item_size, reached_rates
+from commlens.speed.device_times import TimedCollective, timed_collectives
 from commlens.speed.pace import (
     WaitTime,
     common_span,
@@ -78,6 +78,7 @@ class StepTimes(msgspec.Struct):
     device_ns: int | None = None
     waited_by_rank: dict[int, int] = {}
     ranks: list[RankTime] = []
+    rates: list[ReachedRate] = []  # of the transfers that take most time
     parts: list[StepPart] = []  # groups, the longest wait first, each followed by its places
     places_left_out: int = 0
     unknown: list[str] = []  # what is not known, in sentences
@@ -158,7 +159,9 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     # else only the moment between a call and its wait
     times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns
     times.unknown = _unknown(ranks, times)
-    times.ranks = _rank_times(logs, windows, times)
+    begins, ends = zip(*windows.values(), strict=True)
+    timed = timed_collectives(logs, (min(begins), max(ends)))
+    times.ranks, times.rates = _rank_times(timed, windows, times), reached_rates(timed, logs)
     times.parts, times.places_left_out = _groups_and_places(ranks, number)
     return times
 
@@ -180,18 +183,17 @@ def _whole_steps(logs: Sequence[RankLog], moments: Mapping[int, Mapping[int, int
 
 
 def _rank_times(
-    logs: Sequence[RankLog], windows: Mapping[int, Span], times: StepTimes
+    timed: Iterable[TimedCollective], windows: Mapping[int, Span], times: StepTimes
 ) -> list[RankTime]:
     """Return where each rank's time goes.
 
     Args:
-        logs: of the ranks.
+        timed: the collectives on devices.
         windows: the time of the steps on each rank, Unix ns.
         times: the steps.
     """
     waited, sent = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
-    begins, ends = zip(*windows.values(), strict=True)
-    for each in timed_collectives(logs, (min(begins), max(ends))):
+    for each in timed:
         for rank, ns in each.waited_ns.items():
             if windows[rank][0] <= each.op.announced_ns < windows[rank][1]:
                 waited[rank] += ns

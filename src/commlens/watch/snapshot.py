@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commlens.blackbox import rank_claims
 from commlens.errors import FormatError
@@ -17,6 +18,9 @@ from commlens.processes.store_address import look_at_store
 from commlens.watch.helper_stacks import HelperStacks
 from commlens.watch.roster import Member, Roster
 from commlens.watch.strangers import meeting_address, why_unrecorded
+
+if TYPE_CHECKING:
+    from commlens.watch.node_health import HealthOfNode
 
 _LOOK_EVERY_S = 0.1
 
@@ -167,17 +171,25 @@ def observe(
     return found
 
 
-def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
+def snapshot(
+    job_dir: Path, *, window_s: float = 1.0, health: HealthOfNode | None = None
+) -> list[RankLog]:
     """Read all black boxes of a job, and observe its processes for a moment.
 
     Args:
         job_dir: the job's folder of boxes, from :func:`commlens.blackbox.job_dirs.live_jobs`.
         window_s: how long to observe the processes: whether one works or sleeps shows only over
             time.
+        health: of this node's hardware, to be added to the first log.
     """
     with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
-        return read_logs(roster.current(), observations)[0]
+        members = roster.current()
+        logs, _ = read_logs(members, observations)
+    if health is not None and logs:
+        health.add(members)
+        logs[0].health = health.report(members)
+    return logs
 
 
 def dump(

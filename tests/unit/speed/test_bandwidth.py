@@ -6,10 +6,11 @@ import pytest
 from device_jobs import DeviceJob
 
 from commlens.model.health import NodeHealth, RankPlace
-from commlens.reports.step_table import rate_words
+from commlens.reports.step_table import rate_words, step_table
 from commlens.speed.bandwidth import bus_rate, nominal_rate, reached_rates
-from commlens.speed.device_times import TransferKind
+from commlens.speed.device_times import TransferKind, timed_collectives
 from commlens.speed.pace import timed_span
+from commlens.speed.step_times import step_times
 
 
 def node(host: str, ranks: list[int], **gpu: float) -> NodeHealth:
@@ -53,10 +54,15 @@ def test_the_narrowest_known_links_of_a_group_count() -> None:
 
 def test_the_rate_is_told_where_the_links_are_known() -> None:
     _, logs = [*DeviceJob(4, seed=1).looks(until_s=40.0)][-1]
-    assert reached_rates(logs, timed_span(logs)) == []
+    timed = timed_collectives(logs, timed_span(logs))
+    assert reached_rates(timed, logs) == []
+    assert step_table(step_times(logs)).rates == []
     logs[0].health = node("node", [0, 1, 2, 3], **PCIE)
-    found = reached_rates(logs, timed_span(logs))
+    found = reached_rates(timed, logs)
     assert found
     words = rate_words(found[0])
     assert words.startswith("In group dp [0-3], all_reduce of 4.2 MB reaches ")
     assert words.endswith("% of the nominal 31.5 GB/s (PCIe 4.0 x16).")
+    (bar,) = step_table(step_times(logs)).rates
+    assert bar.text.startswith("In group dp [0-3], all_reduce of 4.2 MB reaches ")
+    assert f" {bar.percent:.0f}% of the nominal " in bar.text

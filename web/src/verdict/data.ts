@@ -227,6 +227,13 @@ export interface StepTable {
   rows: string[][];
   notes: string[];
   bars: RankBar[];
+  rates: RateBar[];
+}
+
+/** What a kind of transfer reaches of its links' nominal rate, in a sentence. */
+export interface RateBar {
+  percent: number;
+  text: string;
 }
 
 /** Where the time of a step goes on one rank, in percent of the step; the rest is its own work. */

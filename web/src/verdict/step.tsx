@@ -1,6 +1,6 @@
 import { Section } from "../shared/page";
 import { Sideways } from "../shared/sideways";
-import type { RankBar, VerdictPage } from "./data";
+import type { RankBar, RateBar, VerdictPage } from "./data";
 
 /** Where the communication time of a step goes. */
 export function Step({ page }: { page: VerdictPage }) {
@@ -24,6 +24,7 @@ export function Step({ page }: { page: VerdictPage }) {
         </table>
       </Sideways>
       {step.bars.length > 0 && <Bars bars={step.bars} />}
+      {step.rates.length > 0 && <Rates rates={step.rates} />}
       {step.notes.map((note, index) => <p key={index} class="about">{note}</p>)}
     </Section>
   );
@@ -54,6 +55,26 @@ function Bars({ bars }: { bars: RankBar[] }) {
           ))}
         </tbody>
       </table>
+    </>
+  );
+}
+
+/** A bar for each kind of transfer: how much of the nominal rate of its links it reaches. */
+function Rates({ rates }: { rates: RateBar[] }) {
+  return (
+    <>
+      <p class="about step-legend">
+        Bandwidth on the bus: <span class="sends">reached</span> <span class="works">nominal</span>
+      </p>
+      {rates.map((rate, index) => (
+        <div key={index} class="step-rate">
+          <svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">
+            <rect class="works" width="100" height="10" />
+            <rect class="sends" width={rate.percent} height="10" />
+          </svg>
+          <p>{rate.text}</p>
+        </div>
+      ))}
     </>
   );
 }
