@@ -54,7 +54,6 @@ def build() -> Path:
         *native.flags(),
         "-DFMT_HEADER_ONLY",
         "-fvisibility=hidden",
-        "-O0",
     ]
     about = repr(
         (sorted(identity().items()), native.compiler_version(compiler), command[len(compiler) :])
