@@ -299,6 +299,38 @@ def test_nothing_is_queried_while_a_graph_is_captured(
         }
 
 
+AT_ONCE = (
+    BEGIN
+    + """
+t = torch.ones(4)
+peer = 1 - rank
+works = []
+for _ in range(20):
+    for work in dist.batch_isend_irecv([dist.P2POp((dist.isend, dist.irecv)[rank], t, peer)]):
+        work.wait()
+for _ in range(20):
+    works += dist.batch_isend_irecv([dist.P2POp((dist.isend, dist.irecv)[rank], t, peer)])
+for work in works:
+    work.wait()
+dist.destroy_process_group()
+"""
+)
+
+
+@NATIVE_FIRST
+def test_a_message_that_its_rank_waits_for_at_once(
+    ranks: Ranks, nccl: str, emulation: dict[str, str], engine_environment: Any, tmp_path: Path
+) -> None:
+    """Its device waits, too. A look of the watchdog thread in between may hide that."""
+    ranks.run(AT_ONCE, tmp_path, RECORD="1", TIMING="1", **emulation, **engine_environment)
+    for path in job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job"):
+        batches = [op for op in read_box(path).collectives if op.coalesced_members]
+        waited = [op for op in batches if op.wait_began_ns]
+        assert len(batches) == 40 and len(waited) >= 15
+        assert {op.index for op in waited} <= {op.index for op in batches[:20]}
+        assert all(op.wait_ended_ns == op.wait_began_ns >= op.returned_ns for op in waited)
+
+
 @pytest.fixture(scope="module")
 def records(
     ranks: Ranks,

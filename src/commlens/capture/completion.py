@@ -51,6 +51,9 @@ class CompletionTracker:
         self.in_flight: dict[Any, Token] = {}
         # by record index: in flight, its Work held by a weak reference only
         self.weakly_held: dict[int, Token] = {}
+        # by thread, with timing: the message on a device that it issued last, to learn whether it
+        # waits for it at once. The watchdog thread empties it.
+        self.newest_message: dict[int, tuple[Any, Token]] = {}
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
         # by thread: what C++ may wait for
         self.issued_for_cpp: dict[int, list[Token]] = defaultdict(list)
@@ -88,7 +91,12 @@ class CompletionTracker:
         if self.capture_flag:
             self.graphs.captured(token.args.channel)
             return
-        if token.number and token.args.op not in POINT_TO_POINT:
+        is_message = not token.number or token.args.op in POINT_TO_POINT
+        if self.timing and is_message:
+            self.newest_message[current.id] = work, token
+        elif self.newest_message:
+            self.newest_message.pop(current.id, None)
+        if not is_message:
             token.backend_number = token.args.channel.backend_number()
         elif work is not None and token.args.channel.backend.tells_results:
             token.result = result_reader(work)
@@ -186,6 +194,8 @@ class CompletionTracker:
         """Note that a thread is about to block in ``work.wait()``."""
         try:
             self.unwaited.open.pop(id(work), None)
+            if self.newest_message:
+                self._mark_device_wait(work)
             token = self.in_flight.get(work)
             if token is None and self.synchronous:
                 token = self.synchronous.get(current.id)
@@ -201,6 +211,16 @@ class CompletionTracker:
         if self.verifier is not None:
             self._verify_wait(self.verifier, token)
         return token
+
+    def _mark_device_wait(self, work: Any) -> None:
+        """Note that a thread waits for the message that it has just issued: so does its device,
+        while the call returns at once.
+        """
+        newest, token = self.newest_message.pop(current.id, (None, None))
+        if token is not None and newest is work:
+            now = _monotonic()
+            self.writer.mark(token.offset, L.WAIT_BEGAN, token.index, now)
+            self.writer.mark(token.offset, L.WAIT_ENDED, token.index, now)
 
     def _mark_wait(self, token: Token) -> None:
         token.waiting = True
@@ -364,6 +384,7 @@ class CompletionTracker:
         """
         oldest: Token | None = None
         now = _monotonic()
+        self.newest_message.clear()  # it would keep tensors alive
         for work, token in list(self.in_flight.items()):
             if token.args.wait_only:
                 if now - token.since > _HOLD_WEAKLY_AFTER_NS:
@@ -413,6 +434,7 @@ class CompletionTracker:
         self.in_flight.clear()
         self.weakly_held.clear()
         self.by_pointer.clear()
+        self.newest_message.clear()
         self.device_queues.clear()
 
     def _failed(self, error: Exception) -> None:

@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <utility>
 
 #include "box.hpp"
 #include "host.hpp"
@@ -47,6 +48,7 @@ class Completion {
 
   // The caller of the collective that this thread has just issued begins to wait.
   TokenPtr caller_wait_begins(const void* work) {
+    mark_device_wait(work);
     TokenPtr token = synchronous_.take_by(work);
     if (token) mark_wait(*token);
     return token;
@@ -55,6 +57,7 @@ class Completion {
   // `self` is the Python object of the Work, by which a weakly held collective is found.
   TokenPtr wait_begins(const void* work, PyObject* self) {
     unwaited_.handled(work);
+    mark_device_wait(work);
     TokenPtr token = synchronous_.take_by(work);
     std::vector<TokenPtr> weakly_held;
     const bool any_in_flight = in_flight_count_.load(std::memory_order_relaxed);
@@ -193,12 +196,14 @@ class Completion {
   void enqueued(const TokenPtr& token, c10d::Work* work) {
     mark_unknown(*token);
     const Channel& channel = *token->args->channel;
+    const bool is_message = !token->number || token->args->point_to_point;
+    if (timing_) newest_message() = is_message ? Message{work, token->offset, token->index} : Message{};
     try {
       if (token->captured)
         ;  // it does not run
       else if (channel.hooks && work)
         token->flight = channel.hooks->issued(*work, token->index, token->offset, token->since);
-      else if (token->number && !token->args->point_to_point)
+      else if (!is_message)
         token->backend_number = channel.backend ? channel.backend->getSequenceNumberForGroup() : 0;
       else if (work && channel.tells_results)
         token->result = result_of(*work);
@@ -326,6 +331,25 @@ class Completion {
     uint64_t index, offset, since;
     uint32_t thread;
   };
+
+  struct Message {
+    const void* work = nullptr;
+    uint64_t offset = 0, index = 0;
+  };
+  static Message& newest_message() {  // on a device, that this thread issued last; with timing
+    thread_local Message message;
+    return message;
+  }
+
+  // If this thread waits for the message that it has just issued, so does its device, while the call returns at once.
+  void mark_device_wait(const void* work) {
+    if (!timing_) return;
+    const Message message = std::exchange(newest_message(), {});
+    if (!message.work || message.work != work) return;
+    const uint64_t now = now_ns();
+    box_.mark(message.offset, WAIT_BEGAN, message.index, now);
+    box_.mark(message.offset, WAIT_ENDED, message.index, now);
+  }
 
   static uint64_t& cpp_since() {  // when this thread entered such a call; 0: it is in none
     thread_local uint64_t since = 0;

@@ -29,6 +29,8 @@ LEAST: Final = 8  # collectives of one kind, from which their time is told
 SLOWER: Final = 1.3
 WINDOWS: Final = 5  # in a row, that show how long transfers take
 WINDOWS_KEPT: Final = 120
+# after a message was issued: a thread that waits for it by then has launched next to nothing since
+_AT_ONCE_NS: Final = 100_000
 
 
 class TransferKind(NamedTuple):
@@ -120,8 +122,9 @@ def timed_collectives(logs: Sequence[RankLog], window: Span) -> list[TimedCollec
 
 
 def _waits_on_device(log: RankLog, window: Span) -> Iterator[Collective]:
-    """Yield the collectives and receives that a rank issued in a window and that took a known time
-    on its device. While a send waits for its receiver, the rank goes on.
+    """Yield what a rank issued in a window, waits for on its device, and took a known time there:
+    collectives, receives, and the sends that it waits for at once. While another send waits for its
+    receiver, the rank goes on.
     """
     begin, end = window
     receives = 0  # the batch of the newest receive
@@ -130,8 +133,13 @@ def _waits_on_device(log: RankLog, window: Span) -> Iterator[Collective]:
             receives = op.coalescing_id
         if op.duration_ns is None or not begin <= op.announced_ns < end or not is_on_device(op):
             continue
-        if not is_message(op) or op.op == "recv" or op.coalescing_id == receives > 0:
+        receives_data = op.op == "recv" or op.coalescing_id == receives > 0
+        if receives_data or not is_message(op) or _is_waited_at_once(op):
             yield op
+
+
+def _is_waited_at_once(op: Collective) -> bool:
+    return 0 <= op.wait_began_ns - op.returned_ns < _AT_ONCE_NS
 
 
 def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCollective]:

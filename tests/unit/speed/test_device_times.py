@@ -190,6 +190,23 @@ def test_stages_of_a_pipeline(
     assert {reason for _, reason in found} <= {why}
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_stage_that_waits_until_its_message_is_received(batched: bool) -> None:
+    """The stages before a late one wait in their sends."""
+    fault = Fault("host", 1, 1.3, 20.0)
+    job = PipelineJob(
+        3, pp=3, fault=fault, batched=batched, microbatches=4, step_s=0.2, waits_for_sends=True
+    )
+    _, slow = followed(job, 70.0)
+    assert slow is not None and slow.ranks == [1]
+    span = whole(job.logs)
+    seen_ns = device_times(timed_collectives(job.logs, span), span)[0].waited[0]
+    for op in job.logs[0].collectives:
+        op.wait_began_ns = 0
+    ns = device_times(timed_collectives(job.logs, span), span)[0].waited[0]
+    assert ns < 0.75 * seen_ns, "the waits of rank 0 are in its sends"
+
+
 def test_an_uneven_stage_is_no_slow_device_after_a_warm_up() -> None:
     """Others did not wait for it in the first sample, but steps take no longer since then."""
     logs = seen(PipelineJob(8, fault=Fault("stage", 2, 1.6), microbatches=4, step_s=0.2), 40.0)

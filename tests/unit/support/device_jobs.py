@@ -252,6 +252,8 @@ class PipelineJob(DeviceJob):
     microbatches: int = 8
     batched: bool = True  # messages are sent by batch_isend_irecv
     norm: bool = True  # all ranks reduce the norm of the gradients, too
+    # a stage waits until each of its messages is received; all its forward passes are first
+    waits_for_sends: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,7 +287,8 @@ class PipelineJob(DeviceJob):
 
     def _order(self, stage: int) -> list[tuple[str, int]]:
         """The passes of a stage in their order."""
-        warm_up, number = min(self.pp - 1 - stage, self.microbatches), self.microbatches
+        number = self.microbatches
+        warm_up = number if self.waits_for_sends else min(self.pp - 1 - stage, number)
         order = [("F", each) for each in range(warm_up)]
         for each in range(number - warm_up):
             order += [("F", warm_up + each), ("B", each)]
@@ -300,11 +303,14 @@ class PipelineJob(DeviceJob):
         for replica in range(size):
             left = {stage: self._order(stage) for stage in range(self.pp)}
             sent: dict[tuple[str, int, int], float] = {}  # when a pass of a stage was over
+            sending: set[int] = set()  # stages whose newest message is not received
             while any(left.values()):
                 for stage, order in left.items():
                     before = stage - 1 if order and order[0][0] == "F" else stage + 1
-                    if not order or (
-                        0 <= before < self.pp and (order[0][0], order[0][1], before) not in sent
+                    if (
+                        not order
+                        or (self.waits_for_sends and stage in sending)
+                        or (0 <= before < self.pp and (*order[0], before) not in sent)
                     ):
                         continue
                     kind, number = order.pop(0)
@@ -320,8 +326,13 @@ class PipelineJob(DeviceJob):
                             moment = host[one] + 2e-5 * calls[one]
                             issued.append((one, moment, op, other, end - began, end))
                         device[rank] = end
+                        sending.discard(before)
+                        if self.waits_for_sends:
+                            device[peer] = end
                     device[rank] += self._compute(part * (1 if kind == "F" else 2), now)[rank]
                     sent[kind, number, stage] = device[rank]
+                    if 0 <= stage + (1 if kind == "F" else -1) < self.pp:
+                        sending.add(stage)
         for rank, moment, op, peer, took, ended in sorted(issued):
             self._message(rank, moment, op, peer, took, ended)
         host = host + 2e-5 * (calls + 1)
@@ -341,13 +352,18 @@ class PipelineJob(DeviceJob):
     def _message(
         self, rank: int, issued: float, op: str, peer: int, took: float, ended: float
     ) -> None:
+        waits: dict[str, int] = {}
+        if self.waits_for_sends:
+            waits = {"wait_began_ns": START + int(issued * S) + 20_000}
         if not self.batched:
-            self._record("pp", rank, issued, took, ended, 1 << 16, op, peer=peer)
+            self._record("pp", rank, issued, took, ended, 1 << 16, op, peer=peer, **waits)
             return
         batch = self._numbers["pp", rank] + 1
         self._record(
             "pp", rank, issued, 0.0, float("inf"), 1 << 16, op, peer=peer, coalescing_id=batch
         )
-        self._record("pp", rank, issued, took, ended, 1 << 16, "coalesced", coalescing_id=batch)
+        self._record(
+            "pp", rank, issued, took, ended, 1 << 16, "coalesced", coalescing_id=batch, **waits
+        )
         closing = self.logs[rank].collectives[-1]
         closing.sequence_number, closing.coalesced_members = 0, 1
