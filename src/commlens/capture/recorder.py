@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _REDUCE_OPS_AT_ONCE = 500
+_CLOSING_MAX = 1000  # arguments of records that close a group
 _monotonic = time.monotonic_ns
 
 
@@ -60,6 +61,8 @@ class Recorder(CompletionTracker, tap.Subscriber):
         self._args_table = ArgsTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
         self._coalescing_ids = itertools.count(1).__next__
+        # the arguments of the records that close a group, by those of its first member
+        self._closing: dict[InternedArgs, InternedArgs] = {}
 
     def attach(self) -> None:
         """Start recording."""
@@ -346,9 +349,15 @@ class Recorder(CompletionTracker, tap.Subscriber):
             identity: the group's number in this process.
             members: how many there are.
         """
-        content = {**first.content, "op": "coalesced", "dop": "coalesced"}
-        args = InternedArgs(content, first.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
-        args.blob = self.writer.add_blob(content)
+        args = self._closing.get(first)
+        if args is None:
+            content = {**first.content, "op": "coalesced", "dop": "coalesced"}
+            args = InternedArgs(content, first.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            if len(self._closing) >= _CLOSING_MAX:
+                self._closing.clear()
+            self._closing[first] = args
+        if args.blob <= self.writer.side_floor:
+            args.blob = self.writer.add_blob(args.content)
         record = L.Record(
             self.writer.next_index(),
             _monotonic(),
