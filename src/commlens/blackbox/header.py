@@ -57,6 +57,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     queues: int  # blob
     queue_since_mono_ns: int  # 0: no thread waits to write into a full queue
     gave_up_mono_ns: int
+    timed_mono_ns: int  # when it last read durations on devices; 0: never
     exception: int  # blob
     main_stack_since_mono_ns: int
     setup: int  # blob
@@ -250,4 +251,5 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         queues=word(L.QUEUES),
         queue_since_mono_ns=moment(L.QUEUE_SINCE),
         gave_up_mono_ns=word(L.GAVE_UP),
+        timed_mono_ns=word(L.TIMED),
     )

@@ -61,6 +61,8 @@ ADAPTERS: Final = 424  # blob {"k": "adapters"}: libraries whose calls are recor
 QUEUES: Final = 432  # blob {"k": "queues"}: the ends of message queues of the process; 0: none
 # since when a thread waits to write into a full queue, CLOCK_MONOTONIC ns; 0: none does
 QUEUE_SINCE: Final = 440
+# when the rank last read durations on devices from torch's recorder, CLOCK_MONOTONIC ns; 0: never
+TIMED: Final = 448
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

@@ -104,6 +104,7 @@ class DeviceDurations:
             found = self._read()
         for uid, queue in self._untimed.items():
             self._record(queue, found.get(uid, {}))
+        self._writer.word(L.TIMED, now)
         self._took_ns.append(time.thread_time_ns() - began)
         # At moments that all ranks of a host share: only what all have read can be compared, and
         # rings of busy jobs hold a few seconds.

@@ -57,6 +57,8 @@ _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
 _RECENT: Final = 12
 _LONGEST_PROFILE_S: Final = 20
+_FRESH_S: Final = 3.0  # a reading of durations, of which the records are still there
+_NO_READING_S: Final = 60.0  # after which a sample is taken without new durations
 
 
 class Line(NamedTuple):
@@ -81,6 +83,7 @@ class Slowness:
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
         self._meter = PaceMeter(time.time_ns())
         self._newest = NEWEST
+        self._timed_ns = 0  # until when all ranks had read durations on devices, monotonic
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
@@ -115,8 +118,11 @@ class Slowness:
         try:
             if now >= self._meet_at and not self._failed:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
-            if now >= self._due and not self._failed:
-                self._due = now + self._rest_s(lambda: news.extend(self._sample(members)))
+            ranks = [member for member in members if _is_recorded(member)]
+            if self._observer is not None and not self._failed:
+                self._due += self._rest_s(lambda: news.extend(self._explain(ranks))) - INTERVAL_S
+            if now >= self._due and not self._failed and self._has_news(ranks, now):
+                self._due = now + self._rest_s(lambda: news.extend(self._sample(members, ranks)))
         except Exception as error:  # stalls and deaths are still reported
             self._failed = True
             log.warning(
@@ -151,13 +157,22 @@ class Slowness:
         nodes.update(pace=own, judgement=here)
         self._judgement = here if reporter is None else reporter.judgement
 
-    def _sample(self, members: Sequence[Member]) -> list[Verdict | Line]:
-        ranks = [member for member in members if _is_recorded(member)]
+    def _has_news(self, ranks: Sequence[Member], now: float) -> bool:
+        """Return whether all ranks have just read durations on devices, or none reads any. Busy
+        ranks read them seldom, and overwrite those records soon.
+        """
+        timed = [member.status.timed_mono_ns for member in ranks if member.status is not None]
+        newest = min(timed, default=0)
+        is_known = newest <= self._timed_ns or now - newest * 1e-9 > _FRESH_S
+        if newest and is_known and now < self._due + _NO_READING_S:
+            return False
+        self._timed_ns = newest
+        return True
+
+    def _sample(self, members: Sequence[Member], ranks: Sequence[Member]) -> list[Verdict | Line]:
         least = 1 if self._has_other_nodes else 2
         if len(ranks) < max(least, sum(member.here for member in members)):
             return []
-        if self._observer is not None:
-            sample(ranks, self._observer)
         steps = _progress(ranks)
         # a sample spans at least one step, not the start of the job
         if not self._steps:
@@ -173,7 +188,7 @@ class Slowness:
             self._paces.clear()
         self._paces = [*self._paces, *paces][-_KEPT:]
         self._condensed = condensed(self._paces)
-        news = self._judge_ranks(ranks, self.logs)
+        news = self._judge_ranks(ranks)
         news += (line for pace in paces for line in self._judge_steps(pace))
         return [*news, *self._judge_transfers(ranks)]
 
@@ -213,7 +228,7 @@ class Slowness:
                     found[member.rank] = total - before
         return found
 
-    def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | Line]:
+    def _judge_ranks(self, ranks: Sequence[Member]) -> list[Verdict | Line]:
         slow = self._slow = self._slow_ranks({member.rank for member in ranks})
         before = self.verdict
         if slow is None:
@@ -222,17 +237,22 @@ class Slowness:
                 return []
             them = ranks_and_verb(before.culprits, "no longer makes", "no longer make")
             return [Line(f"{them} the job slow.", of_this_node=True)]
-        if before is not None and before.culprits == slow.ranks:
+        if self._observer is not None or (before is not None and before.culprits == slow.ranks):
             return []
-        if self._observer is None:
-            return self._look_closer(ranks, slow)
+        return self._look_closer(ranks, slow)
+
+    def _explain(self, ranks: Sequence[Member]) -> list[Verdict | Line]:
+        """Return the verdict on the slow ranks as soon as they are profiled."""
+        slow, observer, logs = self._slow, self._observer, self.logs
         profiles = {rank: each.wait() for rank, each in self._profiles.items()}
         taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
-        if len(taken) < len(profiles):
-            return []
         pids = {member.rank: member.pid for member in ranks}
+        is_whole = pids.keys() == {each.rank for each in logs} and len(taken) == len(profiles)
+        if slow is None or observer is None or not is_whole:
+            return []
+        sample(ranks, observer)
         for each in logs:
-            each.observation = self._observer.observe(pids[each.rank])
+            each.observation = observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
         self._profiles, self._observer = {}, None
         compared = self._judgement.ranks if self._judgement is not None else ()
@@ -244,9 +264,11 @@ class Slowness:
 
     def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
         """Tell, once, that ranks make the others wait periodically; if they do not, begin to
-        profile one, which the next sample has.
+        profile one.
         """
-        whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
+        whole = self.logs
+        if self._newest < NEWEST_ON_DEVICE:
+            whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
         pause = find_periodic_waits(slow, whole)
         if pause is None:
             self._begin_profiles(ranks, slow)

@@ -23,14 +23,19 @@ class Rank:
         self.known: dict[tuple[str, int], int] = {}
         self.written: dict[int, int] = {}
         self.readings = 0
+        self.read_ns = 0
         self.lock = threading.Lock()
-        writer = SimpleNamespace(capacity=100, mark_value=self._mark)
+        writer = SimpleNamespace(capacity=100, mark_value=self._mark, word=self._word)
         self.durations = DeviceDurations(writer, self._read)
 
     def _read(self) -> torch_progress.Durations:
         assert self.lock.locked()
         self.readings += 1
         return {"0": self.known}
+
+    def _word(self, offset: int, value: int) -> None:
+        assert offset == L.TIMED
+        self.read_ns = value
 
     def _mark(self, offset: int, field: int, index: int, value: int) -> None:
         assert field == L.DURATION and offset == 64 * index
@@ -71,6 +76,7 @@ def test_durations_are_recorded_once_they_are_known() -> None:
     rank.known = {("alone", number): 500 * L.TICK_NS for number in range(1, 31)}
     rank.issue(21, 30)
     rank.look(2 * EVERY_NS)
+    assert rank.read_ns == 2 * EVERY_NS, "the watcher learns when"
     assert sorted(rank.written) == [*range(1, 31)]
     assert rank.written[15] == 15_000 * L.TICK_NS, "each is written once"
 
