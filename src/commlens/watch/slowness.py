@@ -247,14 +247,15 @@ class Slowness:
         profiles = {rank: each.wait() for rank, each in self._profiles.items()}
         taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
         pids = {member.rank: member.pid for member in ranks}
-        is_whole = pids.keys() == {each.rank for each in logs} and len(taken) == len(profiles)
-        if slow is None or observer is None or not is_whole:
+        if len(taken) < len(profiles):
+            return []
+        self._profiles, self._observer = {}, None
+        if slow is None or observer is None or pids.keys() != {each.rank for each in logs}:
             return []
         sample(ranks, observer)
         for each in logs:
             each.observation = observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
-        self._profiles, self._observer = {}, None
         compared = self._judgement.ranks if self._judgement is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
