@@ -5,6 +5,7 @@ verdict's page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import mean
 from typing import Final
 
 import msgspec
@@ -114,14 +115,15 @@ def _answer(times: StepTimes) -> str:
     text = (
         f"A step takes {short_duration(times.step_ns)} ({seen}). A rank waits in collectives for "
     )
-    text += f"{short_duration(times.waited_ns)} of it ({times.waited_ns / times.step_ns:.0%})"
+    waited = {each.rank: each.waited_ns for each in times.ranks} or times.waited_by_rank
+    waited_ns = mean(waited.values())  # on an accelerator, for late ranks
+    text += f"{short_duration(waited_ns)} of it ({waited_ns / times.step_ns:.0%})"
     if times.hidden_ns:
         text += (
             f"; another {short_duration(times.hidden_ns)} of collectives are hidden behind its work"
         )
     if times.device_ns:
         text += f"; they take {short_duration(times.device_ns)} on the device"
-    waited = times.waited_by_rank
     least = min(waited, key=lambda rank: waited[rank])
     most = max(waited, key=lambda rank: waited[rank])
     if waited[most] - waited[least] > _WORTH_NAMING * times.step_ns:

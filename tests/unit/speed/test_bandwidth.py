@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from device_jobs import DeviceJob
+from device_jobs import DeviceJob, Fault
 
 from commlens.model.health import NodeHealth, RankPlace
 from commlens.reports.step_table import rate_words, step_table
@@ -66,3 +66,5 @@ def test_the_rate_is_told_where_the_links_are_known() -> None:
     (bar,) = step_table(step_times(logs)).rates
     assert bar.text.startswith("In group dp [0-3], all_reduce of 4.2 MB reaches ")
     assert f" {bar.percent:.0f}% of the nominal " in bar.text
+    _, logs = [*DeviceJob(4, seed=1, fault=Fault("device", 2, 1.4)).looks(until_s=20.0)][-1]
+    assert "Rank 2 waits least" in step_table(step_times(logs)).answer, "on its device"
