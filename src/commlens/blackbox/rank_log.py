@@ -176,6 +176,8 @@ class BoxReader:
 
     def text(self, position: int) -> str | None:
         """Return the text of a text or exception blob."""
+        if not position:  # most records have none
+            return None
         blob = self.side.blob(position, TextJson) or self.side.blob(position, ExceptionJson)
         return blob.text if blob is not None else None
 
@@ -469,8 +471,7 @@ class BoxReader:
         announced_ns = self.unix(announced.announced_ns)
         ticks = (announced.announced_ns - self.identity.created_mono_ns) // L.TICK_NS
         entered_ns, returned_ns, began_ns, ended_ns, done_ns = (
-            _moment(word, tag, ticks, announced_ns) if word else 0
-            for word in record[_LIFE_AT : _LIFE_AT + 5]
+            _moment(word, tag, ticks, announced_ns) for word in record[_LIFE_AT : _LIFE_AT + 5]
         )
         outcome, failure, asked, duration = (_value(word, tag) for word in record[_LIFE_AT + 5 :])
         if flags & L.FLAG_ENTERED:
@@ -507,7 +508,7 @@ class BoxReader:
             duration_ns=duration * L.TICK_NS if duration else None,
             error=self._error(failure) if state is State.FAILED else None,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
-            module=self.text(announced.module) if announced.module else None,
+            module=self.text(announced.module),
             captured=bool(flags & L.FLAG_CAPTURE),
             took_from=_member(channel, source - 1),
         )
