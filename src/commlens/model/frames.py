@@ -79,7 +79,7 @@ def waits_for_thread(innermost: Iterable[tuple[str, str]]) -> bool:
     another one of its process.
     """
     return any(
-        function in functions and file.endswith(end)
+        function.rpartition(".")[2] in functions and file.endswith(end)  # py-spy tells the class
         for file, function in innermost
         for end, functions in _THREAD_WAITS.items()
     )

@@ -16,6 +16,7 @@ from commlens.model.collective import (
     QUEUE,
     Collective,
     Frame,
+    FrameKind,
     ProcessGroup,
     Stack,
     user_frame,
@@ -119,8 +120,12 @@ class ThreadStack(msgspec.Struct, frozen=True):
     @property
     def runs_user_code(self) -> bool:
         """Whether it runs the user's code, and does not wait for another thread."""
-        innermost = [(frame.file, frame.function) for frame in self.frames[:3]]
-        return any(user_lines(self.frames)) and not waits_for_thread(innermost)
+        names = [
+            (frame.file, frame.function)
+            for frame in self.frames
+            if frame.kind is not FrameKind.NATIVE
+        ]
+        return any(user_lines(self.frames)) and not waits_for_thread(names[:3])
 
 
 class UsualWait(msgspec.Struct, frozen=True):
@@ -344,7 +349,7 @@ class RankLog(msgspec.Struct):
         others = [stack for stack in everything if not stack.is_main and stack.source is not None]
         issuing = self.collectives[-1].issue_thread if self.collectives else 0
         of_thread = [stack for stack in others if stack.thread == issuing]
-        if main.source is None:
+        if main.source is None or not self.collectives:
             of_thread = of_thread or others
         if len({stack.thread for stack in of_thread}) != 1:
             return main

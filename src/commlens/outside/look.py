@@ -196,19 +196,23 @@ def _sample(
         return sample
     seen.stacks = [thread.stack for thread in good[-1].threads]
     compared = good[:-1] if native else good  # the look with C++ frames has no local variables
+    threads = (compared or good)[-1].threads
+    if one.rank < 0:
+        log.rank = _rank_in(threads[0].seen)
+    # of another thread, if the main one waits for that
+    standing = log.main_stack or threads[0].stack
+    for look in good:
+        look.threads.sort(key=lambda each: each.stack.thread != standing.thread)
     if len(compared) > 1:
         # A loop around a sleep changes its variables: that moves a rank, but it is no work.
         sample.moved = len({fingerprint(look.threads[0].seen) for look in compared}) > 1
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
-    threads = (compared or good)[-1].threads
     sample.call = _call(threads, one.pid)
     main = threads[0]
     place = meeting_place(main.seen)
     seen.store = look_at_store(one.pid, *place) if place is not None else None
     sample.counters = counters(main.seen)
     seen.holds_gil = _holds_gil(good, seen)
-    if one.rank < 0:
-        log.rank = _rank_in(main.seen)
     log.left = _is_at_exit(main.stack.frames)
     return sample
 

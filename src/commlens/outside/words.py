@@ -10,7 +10,7 @@ from typing import Any, Final
 from commlens.diagnosis.words.circumstances import with_init_meeting
 from commlens.diagnosis.words.finding import Words, finding_of, locate
 from commlens.diagnosis.words.hardware import add_hardware
-from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN
+from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN, OVERDUE
 from commlens.diagnosis.words.next_steps import step_without_tensors
 from commlens.diagnosis.words.phrases import activity_words, sign_words
 from commlens.model.cause import (
@@ -121,6 +121,8 @@ def _outside(job: SeenJob, found: Found[Missing | Working]) -> Words:
     at = frame_phrase(found.frame)
     if found.cause.kind == "waiting":
         did = f"{ranks_and_verb(ranks, 'works', 'work')} in {at or 'code without a Python frame'}"
+        if doing.state == "serves":
+            did = f"{ranks_phrase(ranks)} {activity_words(doing, ranks)}"
     else:
         stand = [(ranks_of(side), job.doing[side[0].rank]) for side in found.sides]
         did = joined(f"{ranks_phrase(some)} {activity_words(each, some)}" for some, each in stand)
@@ -130,6 +132,8 @@ def _outside(job: SeenJob, found: Found[Missing | Working]) -> Words:
     if doubt is None and found.cause.kind == "waiting":
         it = verb(ranks, "it works, so it", "they work, so they")
         doubt = f"{capital(it)} may still arrive."
+        if doing.state == "serves":
+            doubt = OVERDUE
     are = capital(ranks_and_verb(ranks, "is", "are"))
     first = verb(ranks, "", f". {capital(rank_phrase(one.rank))}")
     return Words(
@@ -150,6 +154,8 @@ def _step_of_outside(job: SeenJob, found: Found[Missing | Working]) -> str:
         them = verb(found.cause.ranks, "it", "them")
         pids = verb(found.cause.ranks, f" {log.pid}`", "` with their pids")
         return f"find out who stopped {them}; `kill -CONT{pids} lets {them} run"
+    if doing.state == "serves":
+        return "wait for the next request, or whatever the event loop waits for"
     if found.cause.kind == "waiting":
         return (
             "look again with --window 60: a rank that works for very long may be in an endless loop"

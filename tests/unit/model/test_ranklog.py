@@ -40,11 +40,15 @@ def test_states(seen: Observation, words: str, is_notable: bool) -> None:
     [
         (Frame("/lib/python3.11/concurrent/futures/_base.py", 1, "result", FrameKind.PYTHON), 2),
         (Frame("/lib/python3.11/threading.py", 1, "join", FrameKind.PYTHON), 2),
+        # as py-spy tells it
+        (Frame("/lib/python3.11/threading.py", 1, "Thread.join", FrameKind.PYTHON), 2),
         (Frame("/lib/python3.11/queue.py", 1, "get", FrameKind.PYTHON), 1),
     ],
 )
 def test_the_stack_of_the_thread_for_which_the_main_one_waits(inner: Frame, thread: int) -> None:
-    main = ThreadStack(1, "MainThread", (inner, Frame("/me/train.py", 13, "main")), is_main=True)
+    native = (Frame("libc.so.6", 0, "pthread_cond_wait", FrameKind.NATIVE),) * 3
+    frames = (*native, inner, Frame("/me/train.py", 13, "main"))
+    main = ThreadStack(1, "MainThread", frames, is_main=True)
     worker = ThreadStack(2, "worker", (Frame("/me/train.py", 5, "wait_for_tokens"),))
     writer = ThreadStack(3, "writer", (Frame("/me/train.py", 7, "flush_logs"),))
     job = Job(1)

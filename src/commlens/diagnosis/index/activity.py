@@ -223,7 +223,7 @@ def _running(
         return doing
     if end.kind == "terminated":
         return Activity(why, False, "was-ended", frame, [Sign("exit", exit=end)], watched)
-    if log.left:  # it cannot take part in collectives any more, whatever it does
+    if log.left and log.collectives:  # it cannot take part in any more, whatever it does
         return Activity(why, False, "left", frame, signs, True)
     if watched and serves(frames):
         return Activity(why, True, "serves", frame, signs, watched, unclear=not moves)
@@ -323,7 +323,7 @@ def serves(frames: Stack) -> bool:
     request, makes it go on.
     """
     for frame in frames:
-        if frame.function in _SERVERS or _LOOPS.search(frame.file):
+        if frame.function.rpartition(".")[2] in _SERVERS or _LOOPS.search(frame.file):
             return True
         if frame.kind is FrameKind.USER:
             break

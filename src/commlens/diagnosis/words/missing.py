@@ -79,6 +79,7 @@ def about_signs(absence: Absence) -> list[str]:
 
 MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
 MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
+OVERDUE = "Whether a request, or what else it waits for, is overdue does not show from outside."
 _MIN_GAP_NS = 1_000_000
 _SPAWNED = Frame("<string>", 1, "<module>")
 """The line with which multiprocessing starts a process."""
@@ -509,9 +510,7 @@ def _limit(cause: Working) -> str:
 
 def _doubt_of_work(cause: Working, *, serves: bool) -> str | None:
     if serves:
-        return (
-            "Whether a request, or what else it waits for, is overdue does not show from outside."
-        )
+        return OVERDUE
     if cause.activity.unclear:
         return "Nothing shows work or a fault: it may wait for a disk or a server."
     if cause.activity.observed:
