@@ -57,8 +57,9 @@ class Files:
             (builtins, ("open",), self._open),
             (io, ("open",), self._open),
         ):
-            for name in names:
-                patches.wrap(owner, name, instead)
+            for name in names:  # Python 3.13 has some methods of Path in a base class
+                bases = getattr(owner, "__mro__", ())
+                patches.wrap(next((b for b in bases if name in b.__dict__), owner), name, instead)
         patches.replace_aliases()
 
     # Each of these stands in for functions of Python: it calls the original and notes the result.
