@@ -427,10 +427,11 @@ def trains_with_ddp() -> None:
 
 
 def test_ddp() -> None:
+    frozen = gc.get_freeze_count()  # Python 3.12 begins with some
     verdict = checked(trains_with_ddp, steps=3)
     assert verdict.kind == "healthy" and not verdict.findings
     assert verdict.summary == "no mismatch or deadlock in 3 steps of 2 ranks on gloo"
-    assert gc.get_freeze_count() == 0, "The caller's garbage is collected again."
+    assert gc.get_freeze_count() <= frozen, "The caller's garbage is collected again."
 
 
 def test_ddp_on_a_rank_that_skips_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
