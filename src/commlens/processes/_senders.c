@@ -8,7 +8,6 @@
  * handlers. Limited API of Python 3.10.
  */
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <errno.h>
@@ -118,7 +117,8 @@ take(PyObject *self, PyObject *argument)
     sender *from = &senders[number];
     if (!atomic_load(&from->is_ready))
         Py_RETURN_NONE;
-    PyObject *taken = Py_BuildValue("(ilLy#)", from->code, (long)from->pid, (long long)from->uid, from->stat, from->stat_size);
+    PyObject *taken = Py_BuildValue("(ilLN)", from->code, (long)from->pid, (long long)from->uid,
+                                    PyBytes_FromStringAndSize(from->stat, from->stat_size)); /* "y#" of 3.13's headers fails before 3.13 */
     atomic_store(&from->is_ready, 0);
     atomic_flag_clear(&from->is_taken);
     return taken;
