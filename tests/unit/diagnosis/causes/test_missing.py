@@ -612,12 +612,15 @@ def test_most_of_the_group_in_one_line_may_be_right(at_the_line: tuple[int, ...]
             yield Stay(40, "store_barrier")
         yield all_reduce(job.world, line=30)
 
-    verdict = judge(Job(3).run(program).logs())
+    logs = Job(3).run(program).logs()
+    verdict = judge(logs)
     most = len(at_the_line) == 2
     assert verdict.kind == "missing"
     assert verdict.culprits == ([] if most else [1])
     if most:
         hold("missing/most-in-one-line", verdict)
+        logs[2].observation.stack_moved = True
+        assert judge(logs).culprits == [], "one of them was seen to move"
 
 
 def test_the_line_is_that_of_the_thread_for_which_others_wait() -> None:
