@@ -98,7 +98,7 @@ class Verifier:
             OSError: there is no space for the files.
         """
         self.rank = rank
-        late_peers = frozenset(late) - {rank}
+        late_peers = frozenset(late) - {rank}  # empty also for the only rank of its node
         counts_from = int(bool(late_peers))
         self._folder = folder
         self._refusal_log = RefusalLog(folder)
@@ -110,6 +110,7 @@ class Verifier:
                 rank,
                 job_dirs.start_ticks(os.getpid()),
             )
+        # ranks of other nodes have counted from another moment on than this one, if it is late
         self._link = None if late else Link(folder, rank, self._refusal_log)
         self.exchange = (
             make_exchange(self._board.map, self._refusal_log.map, rank)
@@ -133,9 +134,15 @@ class Verifier:
         self._off = False
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
         self._sampler = CallSampler() if sample and active else None
+        # What the peers read on its board:
+        # COUNTS_FROM: ranks with different values number their collectives differently, so they are
+        # not compared. STEADY: it verifies from its first collective to its last. PRESENT: the
+        # newest rendezvous that it has reached. ACTIVE: it announces its collectives, so peers wait
+        # for it.
+        #
         # It verifies           COUNTS_FROM  STEADY  PRESENT         ACTIVE
         # from the job's start            0       1  ALL_RENDEZVOUS       1
-        # with late ranks                 1       0  0 until they meet    1
+        # with late peers                 1       0  0 until they meet    1
         # only within enter()             0       0  0                    0
         self._board.set_word(B.COUNTS_FROM, counts_from)
         steady = active and not late_peers
@@ -161,6 +168,11 @@ class Verifier:
         """Whether collectives are verified now."""
         return self._depth > 0 and not self._off
 
+    @property
+    def _sampler_in_use(self) -> CallSampler | None:
+        """The sampler, outside of :meth:`enter`: it exists only if the depth there is 1."""
+        return self._sampler if self._depth == 1 else None
+
     # --- called by the recorder
 
     def before_issue(self, token: Token, frame: FrameType | None, reduce_op: Any) -> None:
@@ -184,7 +196,8 @@ class Verifier:
             if args.fails_locally:
                 return
             self._catch_up()
-            skipped = self._sampler is not None and self._depth == 1 and self._sampler.skips(token)
+            sampler = self._sampler_in_use
+            skipped = sampler is not None and sampler.skips(token)
             code = board_code(reduce_op_code(reduce_op))
             pending = self._announcer.announce(token, frame, code, ring=not skipped)
             if pending is None or skipped:
@@ -276,6 +289,7 @@ class Verifier:
                     self._announcer.withdraw(pending.channel.slot, pending.number)
                     raise
         except DistributedOperationException as refused:
+            # the traceback begins at the user's line, not in our frames
             raise refused.with_traceback(None) from refused.__cause__
 
     def announce_accepted(self, token: Token) -> None:
@@ -365,7 +379,9 @@ class Verifier:
         return self._refusal_log.count()
 
     def unraised_refusal(self) -> str | None:
-        """Return the text of such a refusal, for the watchdog thread of a rank that is stuck."""
+        """Return the text of the oldest refusal that this rank has not raised yet, for the watchdog
+        thread of a rank that is stuck.
+        """
         return self._refusals.unraised()
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
@@ -507,7 +523,7 @@ class Verifier:
         """
         if self.exchange is not None:
             try:
-                self.exchange.sample(EVERY if self._sampler is not None and self._depth == 1 else 0)
+                self.exchange.sample(EVERY if self._sampler_in_use is not None else 0)
                 self.exchange.caught_up(
                     self.is_active,
                     self._refusals.raised,
@@ -517,7 +533,11 @@ class Verifier:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        """Stop verifying after an error of the verifier's own. The peers do not wait for this
+        rank's announcements any more.
+        """
         self._off = True
+        self._board.set_word(B.ACTIVE, 0)
         log.warning(
             "commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error
         )

@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 from commlens.blackbox import job_dirs
 from commlens.boards import board as B
-from commlens.boards.board import Board
+from commlens.boards.board import Board, PeerBoard
 from commlens.boards.mirror import Mirror
 from commlens.boards.refusal_log import DRAFTS, RefusalLog
 from commlens.model.refusal import Refusal
@@ -74,6 +74,7 @@ def test_an_error_of_its_own_switches_it_off_and_does_not_reach_the_program(
     monkeypatch.setattr(one._announcer, "channel", fail)
     assert not call(one)
     assert not one.is_active
+    assert not PeerBoard(one._board.path).word(B.ACTIVE)  # else peers would wait for it
     one.close()
 
 
