@@ -113,7 +113,12 @@ class ViewCommand:
         is_any = any(trace.ops if arguments.ops else trace.events for trace in chosen)
         nothing = bool(wanted) and not is_any
         if nothing:
-            _print_note(_why_nothing_matches(ranks, wanted))
+            others = any(trace.events for trace in chosen)  # so it was asked for tensor ops
+            _print_note(
+                "No tensor op matches all filters."
+                if others
+                else _why_nothing_matches(ranks, wanted)
+            )
         self._write(chosen, arguments)
         if arguments.html:
             with working("Writing the page"):
@@ -265,7 +270,9 @@ def has_browser() -> bool:
 
 
 def _print(ranks: RankTraces, arguments: argparse.Namespace) -> None:
-    """Print the traces in the form that was asked for: the summary, unless a file is written."""
+    """Print the traces as JSON, tensor ops or events, whichever option asks for; without such an
+    option, and unless a file is written, print the summary.
+    """
     if arguments.json:
         from commlens.reports.json_report import print_json
 
@@ -323,7 +330,7 @@ def _print_note(text: str) -> None:
 
 
 def _why_nothing_matches(ranks: RankTraces, wanted: dict[str, Any]) -> str:
-    """Name the filter that matches nothing, and the values that exist."""
+    """Name the first filter that no collective matches, and the values that exist."""
     from commlens.traces.wording import some_of
 
     for name, values in wanted.items():

@@ -101,9 +101,9 @@ class Trace:
                     for path in paths
                 )
             ]
-        filtered_by = _filtered_by(data, kept, wanted) if wanted else ""
+        filtered_by = _filtered_by(data, kept, wanted) if wanted else self._filtered_by
         blind = [text for text in data.coverage.blind if text != self._filtered_by]
-        blind += [filtered_by] if wanted else []
+        blind += [filtered_by] if filtered_by else []
         blind += _left_out(data, kept) if "step" in wanted else []
         coverage = msgspec.structs.replace(data.coverage, blind=blind)
         part = Trace(msgspec.structs.replace(data, events=kept, ops=ops, coverage=coverage))
@@ -266,7 +266,7 @@ def _page(data: TraceData, name: str, network: Network | str | None) -> bytes:
 
 
 def _filtered_by(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> str:
-    """Return the sentence that says what a part of a trace is a part of."""
+    """Return such a sentence as ``Filtered by mesh_dim=tp: 6 of 14 collectives.``"""
     filters = ", ".join(f"{name}={_short(value)}" for name, value in wanted.items())
     number = sum(event.count for event in kept)
     total = sum(event.count for event in data.events)

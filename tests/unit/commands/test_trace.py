@@ -113,6 +113,9 @@ def test_nothing_matches(x, capsys):
         "No collective matches all filters."
         in run(capsys, "view", x, "--phase", "forward", "--op", "reduce_scatter")[2]
     )
+    # collectives match, but no tensor op
+    outside = run(capsys, "view", x, "--phase", "outside", "--ops")
+    assert outside[2] == "commlens: No tensor op matches all filters.\n"
     status, _, err = run(capsys, "view", x, "--phase", "backwards")
     assert (
         status == 2 and err == "commlens: There is no phase 'backwards'. Did you mean 'backward'?\n"

@@ -123,6 +123,7 @@ def test_summarised_events_count_in_full():
 def test_a_part_says_what_it_is_part_of():
     part = trace().filter(phase="backward").filter(mesh_dim="tp")
     assert part.coverage.blind == ["Filtered by mesh_dim=tp: 6 of 14 collectives."]
+    assert part.filter().coverage.blind == part.coverage.blind
     assert part.to_summary().answer == "6 of 32 collectives, 36.0 kB on the wire, rank 0 of 8."
     assert trace().coverage.blind == []
 
