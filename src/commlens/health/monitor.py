@@ -40,6 +40,7 @@ log = logging.getLogger("commlens")
 
 EVERY_S: Final = 60.0
 CPU_S: Final = 0.05  # that all sources together may take in that time
+_SOURCES: Final = 6  # of NodeSampler: each may take an equal share of that
 LOOK_WAIT_S: Final = 1.0
 FRESH_S: Final = 5.0  # a look that is younger shows the present
 EVENTS_MAX: Final = 500  # the newest are kept
@@ -125,7 +126,8 @@ class NodeRecord:
             return NodeHealth(self._host, not_read=list(not_read), ras=ras_report)
         environment = next((rank.environment for rank in ranks if rank.environment), {})
         events = tidy(list(self._events), first, last)
-        # an interface that is down now was in use if it went down
+        # An interface that is down now was in use if it went down. Only where the log of before the
+        # first look is read: else the first look has seen it up, as in use.
         went_down = {event.part for event in events if event.what == "link-down" and self._past}
         return NodeHealth(
             self._host,
@@ -176,7 +178,9 @@ class NodeSampler:
 
     @property
     def not_read(self) -> list[NotRead]:
-        """The sources that cannot be read, for any thread."""
+        """The sources that could not be read, for any thread. One that failed once stays among
+        them, as its values have a gap.
+        """
         return [NotRead(source, reason) for source, reason in list(self._problems.items())]
 
     def look(self, *, thorough: bool) -> tuple[dict[str, Values], list[HealthEvent]]:
@@ -212,7 +216,8 @@ class NodeSampler:
             self._problems["InfiniBand's counters"] = (
                 "the adapter hides some from this machine or container: they are on the host"
             )
-        share = CPU_S / 6
+        share = CPU_S / _SOURCES
+        # a second early, else the look in a minute's time could just miss it
         source.due = time.monotonic() + EVERY_S * max(1.0, source.cost_s / share) - 1.0
         values[source.name] = found
 
@@ -247,7 +252,8 @@ class Monitor:
         self._host = host or os.uname().nodename
         self._topology = topology
         self._layout = NodeLayout()
-        self._job_environment: Mapping[str, str] | None = None  # of a rank, until it was used
+        # of a rank, until the layout was found
+        self._layout_environment: Mapping[str, str] | None = None
         self._wanted = threading.Event()  # there is something to do for the thread
         self._looked = threading.Condition()  # a look has ended, or the thread
         self._asked = 0  # looks that were asked for
@@ -256,7 +262,7 @@ class Monitor:
         self._record = NodeRecord(self._host, past=past)
         self._sampler: NodeSampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
-        self._environment: Mapping[str, str] | None = None  # of a rank, until RAS was asked
+        self._ras_environment: Mapping[str, str] | None = None  # of a rank, until RAS was asked
         self._ras: RasReport | None = None
         self._thread = threading.Thread(target=self._run, name="commlens-health", daemon=True)
         self._thread.start()
@@ -272,7 +278,7 @@ class Monitor:
         with self._looked:
             self._asked += 1
             if environment is not None:
-                self._environment = environment
+                self._ras_environment = environment
         self._wanted.set()
 
     def learn_places(self, environment: Mapping[str, str]) -> None:
@@ -281,7 +287,7 @@ class Monitor:
         Args:
             environment: of a rank.
         """
-        self._job_environment = environment
+        self._layout_environment = environment
         self._wanted.set()
 
     @property
@@ -308,7 +314,8 @@ class Monitor:
         with self._looked:
             asked = self._asked
             self._looked.wait_for(
-                lambda: (self._looks >= asked and self._environment is None) or self._closed, wait_s
+                lambda: (self._looks >= asked and self._ras_environment is None) or self._closed,
+                wait_s,
             )
             is_complete = self._looks >= asked or self._closed
         sampler = self._sampler
@@ -370,7 +377,7 @@ class Monitor:
             self._gpu_of_pid = self._sampler.gpus.processes()
 
     def _find_layout(self) -> None:
-        environment, self._job_environment = self._job_environment, None
+        environment, self._layout_environment = self._layout_environment, None
         if environment is None:
             return
         inventory = None
@@ -384,11 +391,11 @@ class Monitor:
         )
 
     def _ask_ras(self) -> None:
-        environment = self._environment
+        environment = self._ras_environment
         if environment is not None:
             self._ras = ras.ask(environment)
             with self._looked:
-                self._environment = None
+                self._ras_environment = None
                 self._looked.notify_all()
 
 
@@ -406,12 +413,22 @@ def _set_clock(step_ns: int, last: Look, look: Look) -> Iterator[HealthEvent]:
 
 
 def _placed(event: HealthEvent, step_ns: int, since_ns: int, until_ns: int) -> HealthEvent:
-    """Return an event of the kernel's log with its time on the present clock: a line of a file has
-    the clock of the moment when it was written.
+    """Return an event of the kernel's log with its time on the present clock.
+
+    A file of the log says 12:00:01, and then the clock was set one hour forward: on the present
+    clock, the looks before and after are at 13:00:00 and 13:01:00. The line is of a moment between
+    them, so of 13:00:01. One that was written after the clock was set, at 13:00:30, is between them
+    as it stands.
+
+    Args:
+        event: of the lines since the last look.
+        step_ns: by how much the clock was set forward.
+        since_ns: the last look, on the present clock.
+        until_ns: this look.
     """
-    is_between = since_ns <= event.at_ns <= until_ns
-    was_between = since_ns <= event.at_ns + step_ns <= until_ns
-    return shifted(event, step_ns) if step_ns and was_between and not is_between else event
+    fits_as_written = since_ns <= event.at_ns <= until_ns
+    fits_shifted = since_ns <= event.at_ns + step_ns <= until_ns
+    return shifted(event, step_ns) if step_ns and fits_shifted and not fits_as_written else event
 
 
 def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent]:
