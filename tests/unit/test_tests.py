@@ -27,7 +27,7 @@ NOT_YET = {
     "integration/test_capture.py": """
         capture/completion  
         capture/init_hooks capture/rank_environment capture/recorder capture/recording
-        capture/session capture/setups capture/thread_id 
+        capture/session capture/thread_id 
          tap/tap tap/token
     """,
     "integration/test_check.py": """

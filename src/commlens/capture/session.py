@@ -226,9 +226,9 @@ class TorchEvents:
             recording.setups.init_began(size, backend, None)
         else:
             description = str(given.get("group_desc") or "")
-            of_split = by_hand is None and bool(safely(_splits, given))
+            splits_world = by_hand is None and bool(safely(_splits, given))
             recording.setups.group_began(
-                name, description, ranks, backend, by_hand, of_split=of_split
+                name, description, ranks, backend, by_hand, splits_world=splits_world
             )
             safely(recording.recorder.hazards.group_made, ranks)
         from commlens.capture import connections

@@ -1,8 +1,14 @@
 """Notes in the black box on what blocks a rank outside of collectives: the calls that make groups
 and meshes, and waits in the store.
 
-A wait in the store is noted once it lasts, by the watchdog thread. It is removed when it ends,
-while the other notes stay.
+Each note is a blob. The word ``SETUP`` of the box holds the position of the newest one, and
+``SETUP_SINCE`` when that call began, or that it has returned or raised. ``new_group([0, 1])`` that
+hangs at train.py:9 is::
+
+    {"k": "setup", "op": "new_group", "name": "3", "ranks": "0-1", "number": 3, "stack": ..., ...}
+
+A wait in the store is noted once it lasts, by the watchdog thread. Its note is removed when the
+wait ends, while the others stay.
 """
 
 from __future__ import annotations
@@ -43,8 +49,10 @@ class _StoreWait:
 
 
 class Setups:
-    """The calls of one process so far, as a chain of blobs. A call inside another one is not
-    noted.
+    """The calls of one process so far, as a chain of blobs.
+
+    Inside a noted call, no other one is noted: ``new_group`` makes a gloo backend, which is hooked,
+    too. But the groups that ``init_device_mesh`` makes are, since it blocks only in these.
     """
 
     def __init__(self, recorder: Recorder, world_size: int) -> None:
@@ -54,13 +62,13 @@ class Setups:
         self._depth = 0
         self._inits = self._meshes = self._splits = 0
         self._mesh: str | None = None  # while one is being made
-        # of the environment, until init_process_group is told it
+        # the world size of the environment, until init_process_group is told one
         self._world_size = max(world_size, 0)
-        # that called init_process_group; before, the one that imported torch
+        # the thread that called init_process_group; before, the one that imported torch
         self._thread = current.id
-        self._store_wait: _StoreWait | None = None  # of that thread
+        self._store_wait: _StoreWait | None = None  # the present one of that thread
         self._store_lock = threading.Lock()
-        self._written: set[str] = set()  # keys, with # for numbers
+        self._written: set[str] = set()  # the kinds of keys that are noted, with # for numbers
 
     def init_began(self, world_size: int, backend: str, label: str | None) -> None:
         """``init_process_group`` was called: all ranks meet there."""
@@ -85,27 +93,33 @@ class Setups:
         backend: str,
         by_hand: Membership | None,
         *,
-        of_split: bool = False,
+        splits_world: bool = False,
     ) -> None:
         """``new_group`` makes a group, with or without this rank, or the program makes one by hand.
-        Its members meet there; with ``of_split``, all ranks of the default group.
+        Its members meet there. If it ``splits_world``, the communicator of the default group, all
+        ranks of that one do, as with NCCL and a ``device_id``.
         """
         if not self._depth:
+            more: dict[str, Any] = {}
+            if by_hand is not None:
+                more["hand"] = by_hand._asdict()
+            if splits_world:
+                more["of"] = format_ranks(ranks)  # the group's own ones
             self._note(
                 "new_group",
                 name,
-                range(self._world_size) if of_split else ranks,
+                range(self._world_size) if splits_world else ranks,
+                # torch names groups "1", "2", ...; a name of the program's own is no number
                 number=max(int(name), 1) if name.isdecimal() else 1,
                 backend=backend,
                 desc="" if description == "undefined" else description,
                 label=self._mesh,
-                **({"hand": by_hand._asdict()} if by_hand is not None else {}),
-                **({"of": format_ranks(ranks)} if of_split else {}),
+                **more,
             )
         self._depth += 1
 
     def split_began(self, ranks: Sequence[int], split_ranks: Any) -> None:
-        """``split_group`` was called: the ranks of the parent group meet there."""
+        """The program called ``split_group``: the ranks of the parent group meet there."""
         if not self._depth:
             self._splits += 1
             self._note(
@@ -160,7 +174,7 @@ class Setups:
         return True
 
     def store_wait_ended(self) -> None:
-        """The wait ended, or its time is over."""
+        """The keys are there, or the store's timeout is over."""
         with self._store_lock:
             wait, self._store_wait = self._store_wait, None
             if wait is not None and wait.noted:
@@ -189,11 +203,11 @@ class Setups:
                 self._writer.word(L.SETUP_SINCE, wait.began)
 
     def keys_written(self, keys: Sequence[str]) -> None:
-        """The process writes keys into the store. The first key of each kind is noted: they are the
-        same but for numbers.
+        """The process writes keys into the store. The first key of each kind is noted: those of a
+        kind are the same but for numbers.
         """
         if self._depth or not self._inits or self._store_wait is not None:
-            return
+            return  # the note would hide that of the call or the wait under way
         for key in keys:
             kind = key_kind(str(key)[:_KEY_LENGTH_MAX])
             if kind not in self._written and len(self._written) < _KEYS_MAX:
@@ -207,15 +221,17 @@ class Setups:
         position = self._add(
             op, name, ranks, number=number, stack=stack, thread=current.id, began=now, **about
         )
-        self._newest = position or self._newest
+        if not position:
+            return  # else the call before would seem to be under way
+        self._newest = position
         writer = self._writer
-        # a reader never meets the new call with the old one's state
+        # in this order, a reader never sees the call before, which has ended, as under way
         writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)
         writer.word(L.SETUP, self._newest)
         writer.word(L.SETUP_SINCE, now)
 
     def _stack(self, frame: FrameType | None) -> int:
-        """Return the position of a stack, without the frames of commlens at its end."""
+        """Return the position of a stack, without the frames of commlens.capture at its end."""
         while frame is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
         return self._recorder.stacks.position(frame)
@@ -223,5 +239,6 @@ class Setups:
     def _add(self, op: str, name: str, ranks: Sequence[int], **about: Any) -> int:
         """Write a call's blob and return its position; 0 if it is too large."""
         blob = {"k": "setup", "op": op, "name": name, "ranks": format_ranks(ranks), **about}
+        # as groups count them: how many default groups there were before the present one
         blob |= {"inc": max(self._inits - 1, 0), "prev": self._newest}
         return int(self._writer.add_blob(blob))
