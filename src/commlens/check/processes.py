@@ -1,14 +1,15 @@
 """Run a program as every rank of a fake world, each in a forked process of its own.
 
-A process that needs an object of another rank waits until that rank's process has sent it. A rank
-is run again from its start only if a value that it assumed turned out to be wrong. If rank 1 calls
-``broadcast_object_list(src=0)``, its process is kept until rank 0 has been run. If rank 0 gathers
-an object of rank 1, which was not run yet, it goes on with a copy of its own object, and is run
-again if rank 1 then sends another one.
+A rank gets a value of another rank, which was perhaps not run yet, in one of two ways:
 
-Both ways are needed. Without an object, a rank cannot go on. To wait for each small tensor would
-cost a pause of all processes each time, though few of them decide anything; and of a large world,
-not all ranks that gather objects are run.
+* It **waits**: if rank 1 calls ``broadcast_object_list(src=0)``, its process is kept until that of
+  rank 0 has sent the object. Objects and keys of the store are waited for, since a rank cannot go
+  on without them.
+* It **guesses and is rerun**: if rank 0 gathers an object of rank 1, it goes on with a copy of its
+  own object, and is run again from its start if rank 1 then sends another one. So it is with
+  objects that are gathered, because of a large world not all ranks that give one are run; and with
+  small tensors, because to wait for each would make all processes pause, though few tensors decide
+  anything.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class RankProcesses:
     """Runs ranks, and gives each the objects that the others were seen to send.
 
     A rank is ready, runs, and then has ended or needs an object or a key of another rank. The
-    process of a rank that needs something is kept; without memory for that, the rank starts again.
+    process of a rank that needs something is kept and goes on later. If there is too little memory
+    to keep it, the rank is run again from its start, too.
     """
 
     def __init__(self, plan: Plan, *, ended: Callable[[RankSequence], None] | None = None) -> None:
@@ -61,7 +63,11 @@ class RankProcesses:
         self._ended = ended or (lambda sequence: None)
         self._shared = SharedValues()
         self._answers: dict[int, Answers] = {}
+        """What each rank read of the values that all ranks must read alike: a tensor after an
+        all_reduce.
+        """
         self._gathered: dict[int, dict[Key, Message | None]] = {}
+        """What each rank received without waiting; None: it was not known, so the rank guessed."""
         self._sequences: dict[int, RankSequence] = {}
         self._kept: dict[int, Player] = {}
         self.outputs: dict[int, str] = {}
@@ -101,8 +107,9 @@ class RankProcesses:
             self._run_to_end(sorted(to_rerun))
         for rank in wanted:
             if not self._gathers_are_outdated(rank):
-                sure, sequence = settled(self._gathered[rank]), self._sequences[rank]
-                sequence.guesses = [each for each in sequence.guesses if each.what not in sure]
+                # the ranks sent again what this one gathered, so those guesses are confirmed
+                confirmed, sequence = settled(self._gathered[rank]), self._sequences[rank]
+                sequence.guesses = [each for each in sequence.guesses if each.what not in confirmed]
         return {rank: self._sequences[rank] for rank in wanted}
 
     def _gathers_are_outdated(self, rank: int) -> bool:
@@ -113,7 +120,7 @@ class RankProcesses:
         """Run ranks to their end, and those that send objects to them. The sequences of senders
         that are not among ``ranks`` are not kept.
         """
-        ended: dict[int, RankSequence] = {}
+        complete: dict[int, RankSequence] = {}
         needs: dict[int, Need] = {}
         starts: Counter[int] = Counter()
 
@@ -133,7 +140,7 @@ class RankProcesses:
                 if run.needs is not None and not sequence.problem:
                     needs[rank] = run.needs
                     continue
-                ended[rank] = sequence
+                complete[rank] = sequence
                 if rank in ranks:
                     self._ended(sequence)
             return runs
@@ -148,20 +155,22 @@ class RankProcesses:
                 ready = ranks[1:]
             while ready:
                 run_batch(ready)
-                ready = self._take_ready(needs, ended)
+                ready = self._take_ready(needs, complete)
         finally:
             while self._kept:
                 self._kept.popitem()[1].end()
-        self._sequences.update((rank, ended[rank]) for rank in ranks)
+        self._sequences.update((rank, complete[rank]) for rank in ranks)
 
-    def _take_ready(self, needs: dict[int, Need], ended: Mapping[int, RankSequence]) -> list[int]:
+    def _take_ready(
+        self, needs: dict[int, Need], complete: Mapping[int, RankSequence]
+    ) -> list[int]:
         """Return the ranks to run next, and take them out of ``needs``: those whose object or key
         is there now; else the ranks that send the missing objects; else all that need something,
         since no rank gives it.
         """
         able = [rank for rank, need in needs.items() if self._shared.has(need)]
         senders = {need[1] for need in needs.values() if not isinstance(need, str)}
-        senders -= ended.keys() | needs.keys()
+        senders -= complete.keys() | needs.keys()
         if not able and not senders:
             self._shared.never.update(needs.values())
         ready = sorted(able or senders or needs)

@@ -1,9 +1,10 @@
 """Processes that ended by themselves, and not because a peer had.
 
 Say rank 2 raised ValueError and rank 3 a second later "connection closed by peer": rank 2 alone is
-a cause. If ranks 0-7 raised the same error with other numbers in it, they share one cause. Where no
-process ended by itself, :func:`find_ended` tells how those that failed did. At the end of the
-module: a launcher that a signal stops.
+a cause. If ranks 0-7 raised the same error with other numbers in it, they share one cause. A rank
+is *gone* if its process has ended and nobody saw how. Where no process ended by itself,
+:func:`find_ended` tells how those that failed did. At the end of the module: a launcher that a
+signal stops.
 """
 
 from __future__ import annotations
@@ -114,12 +115,17 @@ def is_absorbed(context: Context, rank: int) -> bool:
     if not context.job.views[rank].exit.suggests_mismatch:
         return False
     return any(
-        mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch)
+        mismatch.absorbs
+        and rank in mismatch.channel.group.ranks
+        and _reached(context, rank, mismatch)
         for mismatch in context.mismatches
     )
 
 
 def _reached(context: Context, rank: int, mismatch: RecordMismatch) -> bool:
+    """Return whether a rank came to a mismatch and may have died of it: it did not if no rank hangs
+    because of the mismatch (it is silent), and this one completed the op.
+    """
     if mismatch.pair is not None:
         return rank in mismatch.ops
     track = context.job.views[rank].tracks.get(mismatch.key)
@@ -131,17 +137,21 @@ def _reached(context: Context, rank: int, mismatch: RecordMismatch) -> bool:
 
 
 def _is_missed(context: Context, node: WaitNode | None) -> bool:
-    """Return whether others wait for a rank that is gone. Otherwise, it may have ended well: nobody
-    saw how.
+    """Return whether others wait for a rank that is gone: a rank that lives, or one that has ended
+    in a collective to which this one never came. Otherwise, it may have ended well: nobody saw how.
     """
     views = context.job.views
+    if node is None:
+        return False
+    tracks = views[node.rank].tracks
 
-    def never_issued(op: Collective) -> bool:
-        track = views[node.rank].tracks.get(op.channel.key) if node is not None else None
-        return op.is_point_to_point or track is None or track.last < op.sequence_number
+    def came_to(op: Collective) -> bool:
+        track = tracks.get(op.channel.key)
+        # messages are numbered by pair, so a channel's last number does not tell
+        return not op.is_point_to_point and track is not None and track.last >= op.sequence_number
 
-    return node is not None and any(
-        not views[edge.rank].exit.ended or never_issued(edge.op)
+    return any(
+        not views[edge.rank].exit.ended or not came_to(edge.op)
         for edge in context.graph.edges_into(node)
     )
 
@@ -165,6 +175,8 @@ def _keep_the_first(
             continue
         named = sorted(refused.intersection(ranks))
         if all_ended:
+            # Any rank that is gone may be the first one, also one for which nobody waits. All are
+            # alike, so this is their only group, and no error or mismatch explains their ends.
             groups[key] = named or _ended_first(context, gone) or gone
         elif len(ranks) > 1:
             groups[key] = named or _without_waiting(context, ranks, sinks) or ranks
@@ -260,14 +272,17 @@ def _may_be_aborted(context: Context, view: RankView) -> bool:
 
 
 def _may_follow(context: Context, ranks: list[int]) -> bool:
-    """Return whether the error of these ranks may follow from another's. That of one rank alone is
-    nearer to the cause than errors that speak of a peer.
+    """Return whether the error of these ranks may follow from another's, as far as it does not say.
+
+    It does not follow if one rank alone has such an error, and those of others speak of a peer:
+    then it is the nearest to the cause.
     """
     if not (context.job.only_logs and context.job.views[ranks[0]].exit.unspecific):
         return False
     others = [view.exit for view in context.job.views.values() if view.rank not in ranks]
-    alone = len(ranks) == 1 and not any(end.unspecific for end in others)
-    return not (alone and any(end.kind == "peer" for end in others))
+    is_only_one = len(ranks) == 1 and not any(end.unspecific for end in others)
+    is_nearest = is_only_one and any(end.kind == "peer" for end in others)
+    return not is_nearest
 
 
 def _last_line(view: RankView) -> Frame | None:
@@ -280,15 +295,15 @@ def _last_line(view: RankView) -> Frame | None:
     return view.last_op.source if view.last_op is not None else None
 
 
-# --- causes of failed processes that none of these is
+# --- processes that failed, but not by themselves
 
 
 def find_kept_addresses(context: Context) -> None:
-    """Find ranks that were refused where no rank of this start of the job listens: the store kept
-    the address from an earlier one.
+    """Find ranks that gloo refused at an address that the store kept from an earlier start of the
+    job: the restarted rank 1 was refused at 10.0.0.2:29500, which the former rank 0 had written.
 
-    A rank listens before it writes its address. So the process there has ended: it is one of an
-    earlier start, if none of this one had.
+    A rank listens before it writes its address to the store. So a refusal says that the process
+    there has ended. If none of this start had, it is one of an earlier start.
     """
     views = context.job.views
     refused = {
