@@ -1,5 +1,6 @@
-"""Collect NCCL's warnings, and the collectives that it prints with NCCL_DEBUG=INFO and
-NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align these across ranks.
+"""Collect what NCCL prints: its warnings, the GPU and the network adapters of each rank, and with
+NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28) the collectives, which are aligned across
+ranks.
 
 A line shows that a rank issued a collective, not that it completed. So those that all ranks of a
 communicator issued alike count as completed, and those from the first difference on as in flight.
@@ -10,6 +11,13 @@ From these lines of ranks 0 and 1 (shortened), collective 1 has completed and 2 
     n1:71:71 [1] NCCL INFO AllReduce: opCount 0 ... count 8 datatype 7 op 0 root 0 comm 0x2
     n1:70:70 [0] NCCL INFO AllReduce: opCount 1 ... count 8 datatype 7 op 0 root 0 comm 0x1
     n1:71:71 [1] NCCL INFO Broadcast: opCount 1 ... count 8 datatype 7 op 0 root 0 comm 0x2
+
+Which rank a process is, and of how many, is on the lines that tell of a communicator's start. The
+number in brackets is the GPU, and adapters are numbered as the first of these lines lists them::
+
+    n1:70:70 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB
+    n1:70:70 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/1
+    n1:70:70 [0] NCCL INFO ncclCommInitRank comm 0x1 rank 0 nranks 2 ... commId 0x5f
 """
 
 from __future__ import annotations
@@ -74,7 +82,7 @@ class Communicator(NamedTuple):
     name: str
     ranks: tuple[int, ...]  # global ranks; empty if some of them are not known
     calls: dict[int, dict[int, NcclCall]]  # by global rank, by number
-    met: int  # the number up to which all ranks issued the same
+    met: int  # the number up to which no two ranks issued different ops, sizes or dtypes
 
 
 class NcclPlace(NamedTuple):
@@ -179,7 +187,7 @@ class NcclLines:
     def ranks(self) -> dict[_Process, int]:
         """Return the global rank of each process: its rank in a communicator of the largest size,
         else the rank in its lines' prefix or from its launcher, unless several processes have that
-        rank.
+        rank. If one process of that communicator and one rank are left, they belong together.
         """
         size, counts = self.world_size(), Counter(self._printed_ranks.values())
         printed = {
@@ -192,9 +200,11 @@ class NcclLines:
             if member.size == size
         ]
         known = printed | {process: rank for process, rank in largest if rank >= 0}
-        rest = {process for process, _ in largest} - {*known}
-        free = set(range(size)) - {*known.values()} if len(rest) == 1 else set()
-        return known | dict(zip(rest, free, strict=True)) if len(free) == 1 else known
+        left = {process for process, _ in largest} - {*known}
+        free = set(range(size)) - {*known.values()}
+        if len(left) == len(free) == 1:
+            known[left.pop()] = free.pop()
+        return known
 
     def places(self) -> dict[int, NcclPlace]:
         """Return where each rank runs, by its global rank."""
@@ -252,18 +262,27 @@ class NcclLines:
         firsts = {member.calls[0][0] for member in used.values()}
         if len(firsts) > 1 and any(member.sends for member in used.values()):
             return None  # the numbers count messages, too, which ranks do not have alike
-        aligned = len(firsts) == 1
-        calls = {rank: _numbered(member.calls, aligned) for rank, member in used.items()}
+        begins_alike = len(firsts) == 1
+        calls = {
+            rank: _counted(member.calls) if begins_alike else dict(member.calls)
+            for rank, member in used.items()
+        }
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
 
 
-def _numbered(calls: list[tuple[int, NcclCall]], aligned: bool) -> dict[int, NcclCall]:
-    """Return calls by number: if all ranks' first numbers are equal, counted from that."""
-    return dict(enumerate((call for _, call in calls), calls[0][0])) if aligned else dict(calls)
+def _counted(calls: list[tuple[int, NcclCall]]) -> dict[int, NcclCall]:
+    """Return calls by number, counted from the first one's on. NCCL's own numbers would not do:
+    opCount also counts messages, so their gaps differ between ranks.
+    """
+    return dict(enumerate((call for _, call in calls), calls[0][0]))
 
 
 def _met(calls: dict[int, dict[int, NcclCall]]) -> int:
-    """Return the number up to which all ranks issued the same."""
+    """Return the number up to which no two ranks issued different ops, sizes or dtypes.
+
+    Reduce op and root are not compared: NCCL prints both for every collective, also where they mean
+    nothing. A number that a rank lacks is no difference: lines may be lost.
+    """
     last = min(max(own) for own in calls.values())
     for number in range(max(min(own) for own in calls.values()), last + 1):
         issued = {call[:3] for own in calls.values() if (call := own.get(number)) is not None}
