@@ -26,12 +26,12 @@ from commlens.tap.interned_args import (
     ArgsTable,
     CoalescedGroup,
     InternedArgs,
-    noted_reduce_ops,
     output_pointers,
     reduce_op_code,
 )
 from commlens.tap.rejections import was_not_issued
 from commlens.tap.token import CallVerifier, Token
+from commlens.tap.torch_patches import noted_reduce_ops
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -32,8 +32,9 @@ from commlens.check.origins import Origins, Ranks, ValueOrigin
 from commlens.check.sequence import GuessKind
 from commlens.model.collective import FrameKind
 from commlens.tap import tap
-from commlens.tap.interned_args import noted_reduce_ops, reduce_op_name
+from commlens.tap.interned_args import reduce_op_name
 from commlens.tap.running_frames import kind_of_file
+from commlens.tap.torch_patches import noted_reduce_ops
 from commlens.tracing.preview.objects import Key, Message
 
 TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)

@@ -64,7 +64,6 @@ from commlens.tap.interned_args import (
     ArgsTable,
     CoalescedGroup,
     InternedArgs,
-    noted_reduce_ops,
     reduce_op_code,
     reduce_op_name,
 )
@@ -234,7 +233,7 @@ class SequenceRecorder(tap.Subscriber):
         thread = threading.get_native_id()
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
         if reduce_op is not None:
-            reduce_op = noted_reduce_ops.get(thread) or reduce_op
+            reduce_op = torch_patches.noted_reduce_ops.get(thread) or reduce_op
         self._refuse(args, reduce_op, group.size)
         self._issuers.add(thread)
         if len(self._issuers) > 1 and not any(

@@ -1,4 +1,8 @@
-"""The arguments of collectives, interned: most programs repeat a few."""
+"""The arguments of collectives, interned: most programs repeat a few.
+
+``dist.all_reduce(x)`` of the same shape on the same group gets the same :class:`InternedArgs` each
+time, so it is described once, and its blob in the black box is written once.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,23 @@ from commlens.tap import tap
 from commlens.tap.groups import LiveChannel, LiveGroup
 from commlens.tap.rejections import will_be_refused
 
-_ASKED_LIMIT = 10_000
+_TABLE_MAX = 10_000  # then it begins anew: shapes that never repeat must not fill the memory
 _Tensor = torch.Tensor
 _strided = torch.strided
 
 
-noted_reduce_ops: dict[int, Any] = {}
-"""By native thread id: the reduce op of the call under way, if Python cannot read torch's box of it
-(torch_patches.tap_reduce_ops).
-"""
-
-
 class InternedArgs:
-    """What a collective is called with, and its channel."""
+    """What a collective is called with, its channel, and what follows from both.
+
+    Whether the program passes ``async_op=True``, and whether the channel's host runs ahead of its
+    device, decide how the end of the op is seen::
+
+        async_op  host        meets  synchronous  is_held
+        False     waits       yes    yes          no       the call returns when the op is done
+        False     runs ahead  yes    no           no
+        True      waits       no     no           yes      its Work is held and asked
+        True      runs ahead  no     no           no
+    """
 
     __slots__ = (
         "blob",
@@ -76,13 +84,12 @@ class InternedArgs:
             if self.op in POINT_TO_POINT and channel.matches_tags
             else None
         )
-        # Strict verification lets the ranks of a synchronous call meet before it is issued, though
-        # a device would run ahead.
-        self.meets = content["async"] is False  # torch 2.6 does not say
-        self.synchronous = self.meets and not channel.runs_ahead  # the host waits until it is done
-        # asynchronous, on the host: its Work is held until it is known to be done
+        # Strict verification lets the ranks of such a call meet before it is issued, even if the
+        # host runs ahead. Torch 2.6 does not say: then it counts as asynchronous.
+        self.meets = content["async"] is False
+        self.synchronous = self.meets and not channel.runs_ahead
         self.is_held = not self.synchronous and not channel.runs_ahead
-        self.wait_only = self.op in GLOO_WAIT_ONLY
+        self.wait_only = self.op in GLOO_WAIT_ONLY  # its Work does not tell whether it is done
         self.misaddressed = False  # its root, peer or tag cannot be
         # the backend will refuse it on this rank alone, or fail its wait: no peer's can match it
         self.fails_locally = False
@@ -115,7 +122,9 @@ class ArgsTable:
         self._table: dict[Any, InternedArgs] = {}
 
     def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> InternedArgs:
-        """Return the interned arguments of a call of an op on a group."""
+        """Return the interned arguments of a call of an op on a group. The reduce op is not
+        among them: the record of each call has its own.
+        """
         asynchronous = (
             arguments[spec.asynchronous]
             if 0 <= spec.asynchronous < len(arguments)
@@ -158,7 +167,7 @@ class ArgsTable:
         args = self._table.get(key)
         if args is None:
             args = describe(spec, arguments, group)
-            if len(self._table) >= _ASKED_LIMIT:
+            if len(self._table) >= _TABLE_MAX:
                 self._table = {}
             self._table[key] = args
         return args
@@ -179,12 +188,12 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> 
     for i in spec.tensors:
         _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
     content = {
-        "k": "asked",
+        "k": "asked",  # the kind of the blob
         "op": wire_op(spec.name),
         "dop": spec.name,
         "in": inputs,
         "out": outputs,
-        "rop": None,
+        "rop": None,  # in the record of each call
         "root": None if root is None else group.global_rank(int(root)),
         "is": list(_given(arguments, spec.splits[0], ())),
         "os": list(_given(arguments, spec.splits[1], ())),
@@ -197,8 +206,8 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> 
         int(_given(arguments, spec.tag, 0)),
         L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
     )
-    args.no_such_peer = not args.flags and _is_outside(peer, group)
-    args.misaddressed = args.tag < 0 or _is_outside(root, group) or _is_outside(peer, group)
+    args.no_such_peer = _is_outside(peer, group)
+    args.misaddressed = args.tag < 0 or _is_outside(root, group) or args.no_such_peer
     args.fails_locally = args.misaddressed or (
         not args.channel.runs_ahead and will_be_refused(content, group.size)
     )
@@ -206,7 +215,7 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: LiveGroup) -> 
 
 
 def _is_outside(rank: Any, group: LiveGroup) -> bool:
-    """Return whether a rank within a group, if there is one, is none of the group's."""
+    """Return whether a group has no such rank, as rank 3 in a group of two; False without one."""
     return rank is not None and not 0 <= int(rank) < group.size
 
 
@@ -255,8 +264,8 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
 
 
 def output_pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the addresses of a call's outputs, by which the wait of a functional collective is
-    recognised.
+    """Return the addresses of the tensors in the first argument that an op writes (in place: its
+    first tensors). By these, the wait of a functional collective is recognised.
     """
     where = spec.writes or spec.tensors
     if not where:

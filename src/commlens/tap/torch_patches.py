@@ -29,7 +29,6 @@ from commlens.blackbox import layout as L
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error
 from commlens.tap import libraries, tap
 from commlens.tap.groups import named_dims
-from commlens.tap.interned_args import noted_reduce_ops
 
 log = logging.getLogger("commlens")
 
@@ -521,6 +520,10 @@ def _tap_optimizers() -> None:
             recorder.writer.word(L.STEPS, recorder.steps)
 
     register_optimizer_step_post_hook(commlens_step)
+
+
+noted_reduce_ops: dict[int, Any] = {}
+"""By native thread id: the reduce op of the call under way, if :func:`tap_reduce_ops` was called."""
 
 
 def tap_reduce_ops() -> None:

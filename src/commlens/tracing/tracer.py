@@ -24,7 +24,8 @@ from commlens.model.steps import ALL
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TraceEvent
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
-from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers
+from commlens.tap.interned_args import ArgsTable, InternedArgs, output_pointers
+from commlens.tap.torch_patches import noted_reduce_ops
 from commlens.tracing import fake_tensors
 from commlens.tracing.attribution.causes import Causes
 from commlens.tracing.attribution.module_calls import ModuleRow, current_node
