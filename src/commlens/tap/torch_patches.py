@@ -523,7 +523,9 @@ def _tap_optimizers() -> None:
 
 
 noted_reduce_ops: dict[int, Any] = {}
-"""By native thread id: the reduce op of the call under way, if :func:`tap_reduce_ops` was called."""
+"""By native thread id: the reduce op of the call under way, once :func:`tap_reduce_ops` was
+called.
+"""
 
 
 def tap_reduce_ops() -> None:

@@ -275,13 +275,13 @@ class Tracer(tap.WaitSubscriber):
         event.owner = event.cause = event.path = event.microbatch = None
         if info.in_pass is not None or info.in_optimizer:
             self._correct_phase(event, info)
-        if "message" in info.places or "microbatch" in info.places:
+        if "message" in info.markers or "microbatch" in info.markers:
             set_microbatch(event, info, frame, self.modules)
         if event.call is not None:
-            if "FSDP2 state" in info.places:
+            if "FSDP2 state" in info.markers:
                 event.call = self._owners.hooked_call(info, frame, event.call)
             event.path = event.call.row.path
-        if "redistribution" in info.places or "DTensor op" in info.places:
+        if "redistribution" in info.markers or "DTensor op" in info.markers:
             event.cause = self._causes.find(info, frame)
         self._attribute_to_owner(event, frame)
 

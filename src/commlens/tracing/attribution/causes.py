@@ -24,10 +24,10 @@ class Causes:
         involved.
         """
         op: str | None = None
-        if "DTensor op" in info.places:
+        if "DTensor op" in info.markers:
             (op_call,) = info.values("DTensor op", frame)
             op = _name(op_call) if op_call is not None else None
-        if "redistribution" not in info.places:
+        if "redistribution" not in info.markers:
             return (
                 self._intern((op, None, None, False, ""), op, "", "", True, None)
                 if op is not None

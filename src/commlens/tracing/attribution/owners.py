@@ -113,12 +113,12 @@ class Owners:
         ``tensor`` is the number of elements and dtype of its first tensor.
         """
         for kind, describe in (("FSDP2 block", _fsdp2_owner), ("FSDP unit", _fsdp1_owner)):
-            if kind in info.places:
+            if kind in info.markers:
                 (block,) = info.values(kind, frame)
                 return self._block(block, describe)
         if not self._reducers or op != "all_reduce":
             return None, None
-        if "DDP bucket" in info.places:
+        if "DDP bucket" in info.markers:
             (bucket,) = info.values("DDP bucket", frame)
             return self._hooked_bucket(bucket)
         if (info.engine_calls or frame is None) and tensor is not None:

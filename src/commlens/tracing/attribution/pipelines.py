@@ -43,7 +43,7 @@ def set_microbatch(
     """Set the microbatch of an event that a schedule issues, and the phase and path of a
     message.
     """
-    if "message" not in info.places:
+    if "message" not in info.markers:
         (chunk,) = info.values("microbatch", frame)
         event.microbatch = chunk if isinstance(chunk, int) else None
         return

@@ -1,7 +1,8 @@
 """The facts in a collective's Python stack, read once for each place in the program.
 
-A stack through FSDP2's ``unshard``, called in a module's forward at train.py:57, has the source
-train.py:57, and the place "FSDP2 block": how many frames outwards the frame is whose variable
+A *marker frame* runs a function of torch whose local variables say more about the collective. A
+stack through FSDP2's ``unshard``, called in a module's forward at train.py:57, has the source
+train.py:57 and the marker "FSDP2 block": how many frames outwards the frame is whose variable
 ``self`` is the block. The variable's value is read at each collective, the rest once.
 
 The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack without any
@@ -56,8 +57,11 @@ _WRAPPERS = (
 )
 _DCP = "distributed/checkpoint/"
 _STAGE = "distributed/pipelining/stage.py"
+_PACKET_DEPTH = 6  # the frames, from the innermost one on, among which a packet's call is
 _FORWARD_CHUNK = "fwd_chunk_id"
 _BACKWARD_CHUNK = "bwd_chunk_id"
+# files of torch through which calls go whose names a program does not write: autograd's, the
+# dispatcher's, those of compiled code
 _NOT_CALLED_BY_NAME = (
     "autograd/",
     "_tensor.py",
@@ -73,14 +77,14 @@ _NOT_CALLED_BY_NAME = (
 )
 
 
-class _IssuingFunction(NamedTuple):
-    """A function of torch whose local variables describe the collective that it issues."""
+class _Marker(NamedTuple):
+    """Functions of torch whose local variables describe the collective that they issue."""
 
     kind: str
-    files: tuple[str, ...]  # how its file's path in torch begins
-    names: tuple[str, ...]  # of the variables
-    argument: str = ""  # which the function must have
-    functions: tuple[str, ...] = ()  # its possible names; none: any
+    files: tuple[str, ...]  # how the path of their file in torch begins
+    variables: tuple[str, ...]
+    argument: str = ""  # that they must have
+    functions: tuple[str, ...] = ()  # their possible names; none: any
 
     def fits(self, file: str, code: CodeType) -> bool:
         """Return whether a frame with this code, in this file of torch, is of the kind."""
@@ -88,52 +92,69 @@ class _IssuingFunction(NamedTuple):
             file.startswith(self.files)
             and (not self.argument or self.argument in code.co_varnames[: code.co_argcount])
             and (not self.functions or code.co_name in self.functions)
-            and self.names[0] in code.co_varnames
+            and self.variables[0] in code.co_varnames
         )
 
 
-_PLACES = (
-    _IssuingFunction(
-        "FSDP2 block",
-        (
+_MARKERS = (
+    _Marker(
+        kind="FSDP2 block",
+        files=(
             "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
             "distributed/_composable/fsdp/_fsdp_param_group.py",
         ),
-        ("self",),
-        "self",
+        variables=("self",),
+        argument="self",
     ),
-    _IssuingFunction(
-        "FSDP2 state",
-        (
+    _Marker(
+        kind="FSDP2 state",
+        files=(
             "distributed/fsdp/_fully_shard/_fsdp_state.py",
             "distributed/_composable/fsdp/_fsdp_state.py",
         ),
-        ("self",),
+        variables=("self",),
         functions=("_pre_backward",),
     ),
-    _IssuingFunction("FSDP unit", _FSDP1, ("handle",), "handle"),
-    _IssuingFunction("FSDP unit", _FSDP1[:1], ("self",), "self"),
-    _IssuingFunction(
-        "DDP bucket", ("distributed/algorithms/ddp_comm_hooks/",), ("bucket",), argument="bucket"
+    _Marker(kind="FSDP unit", files=_FSDP1, variables=("handle",), argument="handle"),
+    _Marker(kind="FSDP unit", files=_FSDP1[:1], variables=("self",), argument="self"),
+    _Marker(
+        kind="DDP bucket",
+        files=("distributed/algorithms/ddp_comm_hooks/",),
+        variables=("bucket",),
+        argument="bucket",
     ),
-    _IssuingFunction("message", (_C10D,), ("p2p_op",), functions=("batch_isend_irecv",)),
-    _IssuingFunction(
-        "message",
-        ("distributed/pipelining/schedules.py",),
-        ("p",),
+    _Marker(
+        kind="message",
+        files=(_C10D,),
+        variables=("p2p_op",),
+        functions=("batch_isend_irecv",),
+    ),
+    _Marker(
+        kind="message",
+        files=("distributed/pipelining/schedules.py",),
+        variables=("p",),
         functions=("_batch_p2p", "<listcomp>"),
     ),
-    _IssuingFunction("microbatch", (_STAGE,), (_FORWARD_CHUNK,), _FORWARD_CHUNK),
-    _IssuingFunction("microbatch", (_STAGE,), (_BACKWARD_CHUNK,), _BACKWARD_CHUNK),
-    _IssuingFunction(
-        "redistribution",
-        (_REDISTRIBUTE,),
-        ("current_spec", "target_spec", "is_explicit"),
+    _Marker(
+        kind="microbatch", files=(_STAGE,), variables=(_FORWARD_CHUNK,), argument=_FORWARD_CHUNK
+    ),
+    _Marker(
+        kind="microbatch", files=(_STAGE,), variables=(_BACKWARD_CHUNK,), argument=_BACKWARD_CHUNK
+    ),
+    _Marker(
+        kind="redistribution",
+        files=(_REDISTRIBUTE,),
+        variables=("current_spec", "target_spec", "is_explicit"),
         functions=("redistribute_local_tensor",),
     ),
-    _IssuingFunction("DTensor op", ("distributed/tensor/_dispatch.py",), ("op_call",), "op_call"),
+    _Marker(
+        kind="DTensor op",
+        files=("distributed/tensor/_dispatch.py",),
+        variables=("op_call",),
+        argument="op_call",
+    ),
 )
-"""The innermost frame of each kind is read."""
+"""The innermost frame of each kind is read: it is a *marker frame*."""
 
 
 _stack_key: Any = None
@@ -163,29 +184,29 @@ def use_native_engine() -> None:
 class StackInfo:
     """The facts of one stack."""
 
-    index: int
-    source: Frame | None
-    through: str | None
+    index: int  # among all stacks, to tell them apart
+    source: Frame | None  # the user's line
+    through: str | None  # torch's function that this line called: "clip_grad_norm_"
     engine_calls: bool  # issued by C++ inside the engine, such as DDP's reducer
-    codes: list[CodeType] = field(
-        default_factory=list
-    )  # kept alive, since they are looked up by id
+    # from the innermost frame on; kept alive, since they are looked up by id
+    codes: list[CodeType] = field(default_factory=list)
     in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
     in_optimizer: bool = False
     # "_c10d_functional.all_reduce", if Python called a functional op
     packet: str | None = None
     explicit: bool = False  # the program asked for the redistribution
-    may_be_functional: bool = True  # waited for by tensor
-    returns_work: bool = True  # waited for by the Work that Python gets
-    # by kind of place: how many frames outwards from the caller of the tap's kernel, and the names
+    may_be_functional: bool = True  # the program may wait for its result by a tensor
+    returns_work: bool = True  # Python gets its Work, so the program may wait for it by that
+    # by kind of marker: how many frames outwards from the caller of the tap's kernel, and the names
     # of the variables
-    places: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    markers: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
 
     def values(self, kind: str, frame: FrameType | None) -> tuple[Any, ...]:
-        """Return the variables of the place of this kind in a stack that starts at ``frame``; None
-        for missing ones.
+        """Return the variables of the marker frame of this kind in the stack whose innermost frame
+        is ``frame``; None for missing ones.
         """
-        depth, names = self.places[kind]
+        depth, names = self.markers[kind]
+        # without codes, forget_codes was called
         if _local_values is not None and depth < len(self.codes):
             values: tuple[Any, ...] = _local_values(self.codes[depth], names)
             return values
@@ -202,15 +223,22 @@ class StackInfos:
         self._count = 0
 
     def find(self, frame: FrameType | None, op: str) -> StackInfo:
-        """Return the facts of the stack that ends at ``frame``, for a call of dispatcher op
-        ``op``.
+        """Return the facts of the calling stack, for a call of dispatcher op ``op``.
+
+        The op is in the key, because ``packet`` is read from a variable: one line may call several
+        functional ops, as in a loop over them.
+
+        Args:
+            frame: the innermost frame that counts. The native engine's key is of all frames, but
+                those of commlens inside it are the same each time.
+            op: the op.
         """
-        packed = (op, _stack_key()) if _stack_key is not None else _key_of(frame, op)
-        known = self._known.get(packed)
+        key = (op, _stack_key()) if _stack_key is not None else _key_of(frame, op)
+        known = self._known.get(key)
         if known is None:
             if len(self._known) >= _CACHE_LIMIT:
                 self._known = {}
-            known = self._known[packed] = self._read(frame)
+            known = self._known[key] = self._read(frame)
         return known
 
     def forget_codes(self) -> None:
@@ -224,7 +252,7 @@ class StackInfos:
         through = _through(frame, called_by_user=source is not None)
         info = StackInfo(self._count, source, through, _is_called_by_engine(frame))
         self._count += 1
-        while frame is not None:
+        while frame is not None:  # from the innermost one outwards
             info.codes.append(frame.f_code)
             if info.in_pass is None and recomputes(frame.f_code):
                 info.in_pass = RECOMPUTE
@@ -238,11 +266,14 @@ class StackInfos:
 
 
 def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
-    """Note the facts in the frame of the newest of a stack's codes."""
+    """Note the facts in a frame, whose code is the last of ``info.codes`` so far. The frames inside
+    it have been read before.
+    """
     function = frame.f_code.co_name
-    _note_places(info, file, frame.f_code)
+    _note_markers(info, file, frame.f_code)
     if file == _OPS:
-        if info.packet is None and len(info.codes) <= 6 and function == "__call__":
+        is_near = len(info.codes) <= _PACKET_DEPTH
+        if info.packet is None and is_near and function == "__call__":
             info.packet = _packet_name(frame)
     elif _runs_engine(frame) or (file == _STAGE and _runs_backward(frame.f_code)):
         info.in_pass = info.in_pass or ENGINE
@@ -250,8 +281,10 @@ def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
         # Not if the optimizer runs a backward pass, as with a closure.
         info.in_optimizer = info.in_optimizer or info.in_pass is None
     elif file == _REDISTRIBUTE and function in ("forward", "backward"):
+        # The program asked if no DTensor op did inside of this function. The frames outside of it
+        # have not been read yet, so a DTensor op there does not count.
         info.explicit = info.explicit or (
-            "redistribution" in info.places and "DTensor op" not in info.places
+            "redistribution" in info.markers and "DTensor op" not in info.markers
         )
 
 
@@ -265,10 +298,10 @@ def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
     return tuple(key)
 
 
-def _note_places(info: StackInfo, file: str, code: CodeType) -> None:
-    for place in _PLACES:
-        if place.kind not in info.places and place.fits(file, code):
-            info.places[place.kind] = len(info.codes) - 1, place.names
+def _note_markers(info: StackInfo, file: str, code: CodeType) -> None:
+    for marker in _MARKERS:
+        if marker.kind not in info.markers and marker.fits(file, code):
+            info.markers[marker.kind] = len(info.codes) - 1, marker.variables
 
 
 def _runs_backward(code: CodeType) -> bool:
@@ -335,8 +368,8 @@ def _packet_name(frame: FrameType) -> str | None:
 
 
 def _through(frame: FrameType | None, *, called_by_user: bool) -> str | None:
-    """Return torch's function that the line of the user or of a library called, if not the op's
-    own.
+    """Return torch's function that the line of the user or of a library called, such as
+    ``clip_grad_norm_``; None if that is the collective's own, such as ``all_reduce``.
     """
     outermost: FrameType | None = None  # of torch's frames
     while frame is not None:
