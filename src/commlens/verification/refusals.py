@@ -65,7 +65,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def left_to_raise(self) -> Iterator[None]:
-        """Suppress a refusal that is raised meanwhile; this rank has not raised it then."""
+        """Suppress a refusal that is raised within this, and leave it to a later call to raise."""
         raised = self.raised
         try:
             yield
@@ -108,7 +108,7 @@ class Refusals:
         for at in range(self.raised, self._posted.count()):
             posted = self._posted.read(at)
             if posted.get("key") == pending.channel.key and posted.get("number") == pending.number:
-                self.skip()
+                self.skip()  # as in post(), this exception stands for all that were posted so far
                 raise _exception(posted)
 
     def post(
@@ -125,9 +125,9 @@ class Refusals:
         Args:
             pending: the collective that is not issued.
             refused: what is refused, and the message.
-            about: key and number of the collective that all ranks post it under, if not
-                ``pending``.
-            ranks: the ranks that it concerns besides the channel's members.
+            about: key and number to post it under, if they are not those of ``pending``: all ranks
+                that find this fault must use the same, so that only the first is posted.
+            ranks: ranks that it concerns, too, though they are not in the channel.
 
         Raises:
             DistributedOperationException: always.
@@ -143,13 +143,19 @@ class Refusals:
         self._post_on_all_nodes(key, number, content, concerned)
         posted = self._posted.post(key, number, content)
         self.raised = max(self.raised, self._posted.count())
-        self._bells.wake(concerned)
+        self._bells.wake(concerned)  # whatever they sleep on
         raise _exception(posted)
 
     def _post_on_all_nodes(
         self, key: int, number: int, content: dict[str, Any], concerned: list[int]
     ) -> None:
-        """Let the relays post a refusal; return if no other node is concerned or answers.
+        """Let the relays of the nodes post a refusal, and raise it when it comes back. Return if no
+        other node is concerned, or if none is linked any more or it does not come back in time: then
+        it is for this node alone.
+
+        Ranks on two nodes may find faults of one collective at once. So one relay, the hub, chooses:
+        it posts a draft on all nodes, if it has posted none of the same collective, and if this rank
+        had ``seen`` all refusals that concern it. Else the refusal that was posted before comes.
 
         Raises:
             DistributedOperationException: this refusal, or another one that was posted before and
@@ -158,10 +164,10 @@ class Refusals:
         elsewhere = self._elsewhere(concerned)
         if self._drafts is None or not elsewhere:
             return
-        seen = self._posted.shared
+        seen = self._posted.shared  # before raise_new, so that no newer one counts as seen
         self.raise_new()
         self._drafts.post(key, number, {**content, "seen": seen})
-        self._bells.ring(elsewhere)
+        self._bells.ring(elsewhere)  # as after an announcement: the relay sleeps on this bell
         until = time.monotonic() + _ON_ALL_NODES_S
         while time.monotonic() < until and self._elsewhere(concerned):
             self.raise_new()
