@@ -150,12 +150,12 @@ class Refusals:
         self, key: int, number: int, content: dict[str, Any], concerned: list[int]
     ) -> None:
         """Let the relays of the nodes post a refusal, and raise it when it comes back. Return if no
-        other node is concerned, or if none is linked any more or it does not come back in time: then
-        it is for this node alone.
+        other node is concerned, or if none is linked any more or it does not come back in time:
+        then it is for this node alone.
 
-        Ranks on two nodes may find faults of one collective at once. So one relay, the hub, chooses:
-        it posts a draft on all nodes, if it has posted none of the same collective, and if this rank
-        had ``seen`` all refusals that concern it. Else the refusal that was posted before comes.
+        Ranks on two nodes may find faults of one collective at once. So one relay, the hub,
+        chooses: it posts a draft on all nodes if it has posted none of the same collective and this
+        rank had ``seen`` all refusals that concern it. Else one that was posted before comes back.
 
         Raises:
             DistributedOperationException: this refusal, or another one that was posted before and

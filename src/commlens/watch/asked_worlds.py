@@ -19,7 +19,7 @@ from commlens.watch.meeting_worlds import (
     by_hand,
     has_name,
     name_of,
-    places_of,
+    places_to_meet,
     without_replaced,
 )
 from commlens.watch.nodes.beat import LAST, key
@@ -94,7 +94,7 @@ def ask_worlds(nodes: OtherNodes, runs: Mapping[Path, Sequence[RankLog]], where:
         given = (environ.get("COMMLENS_MEET", "") for environ in environs)
         where = next(filter(None, given), AUTO)
     names = {name_of(host, folder) for folder in runs}
-    for place in places_of(groups, where, host) if where != OFF else ():
+    for place in places_to_meet(groups, where, host) if where != OFF else ():
         worlds, lines = _ask(place, names)
         nodes = nodes._replace(worlds=[*nodes.worlds, *worlds], lines=[*nodes.lines, *lines])
     return nodes

@@ -5,14 +5,16 @@ A *world* is the ranks of one default group. A group made by hand (``ProcessGrou
 may have members of several worlds. The node that reports for a world meets those of the other
 worlds in the group's own store, or in a folder, by the protocol that the nodes of one job use
 (:mod:`commlens.watch.nodes.exchange`): one world reports, with the evidence of all. A world that
-uses several stores takes part in several exchanges.
+uses several stores takes part in several exchanges. If all members of its groups are in sight, in
+the world itself or in others on its nodes, it meets nobody.
 
-A world whose processes, with the other worlds on this node, hold all members of its groups meets
-nobody.
-
-In an exchange, a world has one *rank* by which the others know it, as a node has its ranks: the
-lowest reports. It holds the world's name, a hash, and in the bits above how few exchanges the world
-takes part in: the world that takes part in the most sees most, so it reports.
+In the terms of that protocol, each world is a node: it draws a number, its *slot*, and overwrites
+one small value about once a second, its *beat*. The lines that it passes on are its *news*. The
+node with the lowest rank reports, so a world has one *rank* here, made for the purpose. Its high
+bits are 4 - exchanges, so the busiest world, which sees most, has the lowest rank; its low 48 bits
+are the world's name, a hash. A trainer that takes part in two exchanges and two engines that take
+part in one each have the ranks ``2 << 48 | ...``, ``3 << 48 | ...`` and ``3 << 48 | ...``: the
+trainer reports.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from commlens.watch.other_worlds import OtherWorlds, reading_of
 from commlens.watch.roster import Member
 from commlens.watch.stall import OpenWait
 
-LOOK_S: Final = 3.0  # between two looks for new groups
+GROUPS_EVERY_S: Final = 3.0  # between two looks for new groups
 DEFER_S: Final = 8.0
 """For so long, a world leaves its own verdict to the world that reports."""
 _GATHER_S: Final = 6.0
@@ -61,28 +63,33 @@ WorldLogs = tuple[list[RankLog], list[str]]
 
 
 class _Exchange(Nodes):
-    """The worlds that use one store, each by the node that reports for it."""
+    """The worlds that meet in one store or folder, each by the node that reports for it.
+
+    :class:`Nodes` publishes the beats, chooses the reporter and gathers evidence, in a thread of
+    its own. This adds what differs for worlds: which processes a world has is sent in advance,
+    since a world that is out of sight cannot be asked.
+    """
 
     answers: Mapping[int, list[RankLog]] = MappingProxyType({})
     """The logs of the worlds that answered last, by slot."""
     answered_by: Sequence[int] = ()
     """The slots of the worlds whose evidence is in the last diagnosis."""
     groups: Sequence[ByHand] = ()
-    """The groups made by hand that this world is in."""
+    """The groups made by hand that ranks of this node are in, the newest ones."""
 
     def __init__(self, host: str, wake: Callable[[], None], look: Callable[[int], bytes]) -> None:
         super().__init__(host, wake, look=look)
         self.members: dict[int, bytes] = {}
         """The packed logs of each world, with one record of each rank, by slot: they say which
-        processes it has if it is out of sight later.
+        processes it has if it is out of sight later, as the store ended with the program.
         """
         self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its own
         self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None  # for groups
         self._members_at = 0.0  # time.monotonic() at which these were due last
 
     def _exchange(self, client: Client, slot: int) -> None:
-        """Also send which processes this world has, and read that of others, while the place to
-        meet lasts.
+        """Exchange beats, and also send which processes this world has and read that of others,
+        while the store lasts. Called again and again by the thread of :class:`Nodes`.
         """
         super()._exchange(client, slot)
         others, now = [beat.slot for beat in self.others], time.monotonic()
@@ -109,11 +116,12 @@ class _Exchange(Nodes):
         self._sent_for, self._packing = groups, None
 
     def lost_worlds(self, answered: Collection[int]) -> tuple[list[list[RankLog]], list[str]]:
-        """Return the logs of the worlds that were in sight until the place ended and have left no
-        evidence, which say only which processes they have, and a sentence on each.
+        """Return what is known of the worlds that were in sight until the store or folder was lost
+        and that have left no evidence: their logs, which say only which processes they have, and a
+        sentence on each.
 
         Args:
-            answered: the names of the worlds that have answered in another place.
+            answered: the names of the worlds that have answered in another exchange.
         """
         lost = self.lost_store
         if lost is None:
@@ -173,12 +181,14 @@ class MeetingWorlds:
         self.reported_by = ""
         """The host whose world has reported the present fault of this one, too; empty: none."""
         self.out_of_sight: set[tuple[str, int, int]] = set()
-        """The readings among those gathered last that say only which processes a world had."""
+        """Among the logs gathered last, those that say only which processes a world had, as
+        :func:`reading_of` identifies them.
+        """
         self._host, self._wake, self._where = host, wake, where
         self._folders, self._look = folders, look
         self._worlds_here = OtherWorlds(observes=False, newest=1)
-        self._groups: list[ByHand] = []
-        self._look_at = 0.0  # time.monotonic() of the next look for groups
+        self._groups_here: list[ByHand] = []  # that ranks of this node are in
+        self._next_groups_at = 0.0  # time.monotonic() of the next look for these
         self._exchanges: dict[Place, _Exchange] = {}
         # time.monotonic() until which checks are left to the world that reports, by is_early
         self._deferred: dict[bool, float] = {}
@@ -191,26 +201,26 @@ class MeetingWorlds:
         this node.
         """
         now = time.monotonic()
-        if now < self._look_at or self._where == OFF:
-            return self._groups
-        self._look_at = now + LOOK_S
+        if now < self._next_groups_at or self._where == OFF:
+            return self._groups_here
+        self._next_groups_at = now + GROUPS_EVERY_S
         logs = _newest(members)
         if any(_made(logs)):
             others = self._worlds_here.logs(logs, self._folders).values()
-            self._groups = by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
-        return self._groups
+            self._groups_here = by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
+        return self._groups_here
 
     def meet(
-        self, members: Sequence[Member], waiting: list[OpenWait], groups: Iterable[ByHand]
+        self, members: Sequence[Member], waiting: list[OpenWait], of_all_nodes: Iterable[ByHand]
     ) -> None:
         """Describe this world to the others, wherever members of its groups are out of sight.
 
         Args:
             members: this node's ranks.
             waiting: what ranks of all nodes wait in.
-            groups: that ranks of this world are in, from all nodes.
+            of_all_nodes: the groups that ranks of this world are in, on any node.
         """
-        wanted = places_of(groups, self._where, self._host)
+        wanted = places_to_meet(of_all_nodes, self._where, self._host)
         new = [place for place in wanted if place not in self._exchanges]
         for place in new:
             self._exchanges[place] = _Exchange(self._host, self._wake, self._look)
@@ -218,12 +228,12 @@ class MeetingWorlds:
             self._exchanges.pop(place).leave()
         rank = (_EXCHANGES_MAX - len(self._exchanges)) << _NAME_BITS | self._name
         for exchange in self._exchanges.values():
-            exchange.groups = self._groups
+            exchange.groups = self._groups_here
             exchange.update_waits(members, waiting, [rank])
         for place in new:
             self._exchanges[place].begin([place])
 
-    def part(self, evidence: Callable[[], bytes] | None = None) -> None:
+    def leave_exchanges(self, evidence: Callable[[], bytes] | None = None) -> None:
         """Leave all exchanges: the others no longer wait for this world, but have its last
         evidence.
         """
@@ -233,10 +243,10 @@ class MeetingWorlds:
         self.reported_by = ""
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
-        """Leave all exchanges, and forget the groups of this world."""
-        self.part(evidence)
+        """Leave all exchanges, and forget the groups."""
+        self.leave_exchanges(evidence)
         self._worlds_here.close()
-        self._groups, self._look_at = [], 0.0
+        self._groups_here, self._next_groups_at = [], 0.0
 
     @property
     def ports(self) -> set[int]:
@@ -247,7 +257,7 @@ class MeetingWorlds:
 
     @property
     def reporter(self) -> Beat | None:
-        """The value of the world that reports for this one; None if this one reports."""
+        """The beat of the world that reports for this one; None if this one reports."""
         found = (exchange.reporter for exchange in self._exchanges.values())
         return next((beat for beat in found if beat is not None), None)
 
@@ -281,7 +291,7 @@ class MeetingWorlds:
             exchange.update(dead=ranks)
 
     @property
-    def died_first(self) -> bool:
+    def reporter_has_deaths(self) -> bool:
         """Whether ranks of the world that reports have ended, so that it may know more about a
         death here.
         """
@@ -291,7 +301,9 @@ class MeetingWorlds:
     # --- evidence and news
 
     def answer(self, evidence: Callable[[], bytes], *, is_last: bool = False) -> None:
-        """Answer the world that reports, if it has asked, or unasked before this one may end."""
+        """Send the world that reports this one's evidence, if it has asked for it, or if it
+        ``is_last``: this world may end before it is asked.
+        """
         once = functools.cache(evidence)
         for exchange in self._exchanges.values():
             request = exchange.take_request() or (LAST if is_last else None)
@@ -363,7 +375,7 @@ class MeetingWorlds:
                 beat.slot
                 for beat in exchange.others
                 if beat.slot in exchange.answered_by
-                and (is_complete or all(met[rank] == _places_of(rank) for rank in beat.ranks))
+                and (is_complete or all(met[rank] == _exchanges_of(rank) for rank in beat.ranks))
             ]
             if to:
                 exchange.announce(text, kind=kind, to=to)
@@ -374,22 +386,22 @@ class MeetingWorlds:
 
 
 def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> dict[int, WorldLogs]:
-    """Return the logs of worlds without those that have left and whose place in a group another one
-    has taken: their program was started again.
+    """Return the logs of worlds without those that have left and whose seat in a group, its number
+    among the members, another one has taken: their program was started again.
 
     Args:
         found: the logs of each world, and what could not be read, by slot.
         live: the slots of those that have not left.
     """
-    places = {
+    seats = {
         slot: {(made.identity, made.member) for made in _made(logs)}
         for slot, (logs, _) in found.items()
     }
-    taken = {place for slot in places.keys() & live for place in places[slot]}
+    taken = {seat for slot in seats.keys() & live for seat in seats[slot]}
     return {
         slot: world
         for slot, world in found.items()
-        if slot in live or taken.isdisjoint(places[slot])
+        if slot in live or taken.isdisjoint(seats[slot])
     }
 
 
@@ -417,7 +429,7 @@ def _out_of_sight(place: Place, last: Beat) -> str:
     )
 
 
-def _places_of(rank: int) -> int:
+def _exchanges_of(rank: int) -> int:
     """Return in how many exchanges the world with this rank takes part."""
     return _EXCHANGES_MAX - (rank >> _NAME_BITS)
 
@@ -460,8 +472,9 @@ def by_hand(logs: Sequence[RankLog], others: Iterable[RankLog] = ()) -> list[ByH
     return [ByHand(*each, tuple(sorted(set(known)))) for each, known in members.items()]
 
 
-def places_of(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
-    """Return where the members of the newest groups meet of which members are out of sight.
+def places_to_meet(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
+    """Return the stores or folders of the newest groups that have members out of sight. Their
+    worlds meet there.
 
     Args:
         groups: the members that are in sight, oldest first.

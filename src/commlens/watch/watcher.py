@@ -419,7 +419,7 @@ class Watcher:
         groups = worlds.groups(members)
         self._nodes.update(by_hand=groups)
         if self._nodes.reporter is not None:
-            worlds.part()
+            worlds.leave_exchanges()
             return
         seen = [*groups, *(each for beat in self._nodes.others for each in beat.by_hand)]
         waiting = waits(members) + self._nodes.waits(time.monotonic_ns())
@@ -447,7 +447,7 @@ class Watcher:
             )
             self.reporter.save_dump()
             return True
-        if not worlds.died_first:
+        if not worlds.reporter_has_deaths:
             return False
         if not self._deaths.waits_for_reporter:
             worlds.answer(self.reporter.evidence.packed_world, is_last=True)

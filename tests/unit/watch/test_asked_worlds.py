@@ -20,7 +20,7 @@ NOTHING = OtherNodes()
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[World, World]]:
     """Returns two worlds that have met; the first is on this host."""
     monkeypatch.setattr(meeting_worlds, "_SLOWER", 0.1)
-    monkeypatch.setattr(meeting_worlds, "LOOK_S", 0.0)
+    monkeypatch.setattr(meeting_worlds, "GROUPS_EVERY_S", 0.0)
     here = os.uname().nodename
     made = [
         World(member, str(tmp_path / "meet"), tmp_path, here * (not member)) for member in (0, 1)

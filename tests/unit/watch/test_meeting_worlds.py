@@ -21,7 +21,12 @@ from commlens.watch.stall import OpenWait
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("_SLOWER", 0.1), ("DEFER_S", 0.3), ("LOOK_S", 0.0), ("_GATHER_S", 20.0)):
+    for name, seconds in (
+        ("_SLOWER", 0.1),
+        ("DEFER_S", 0.3),
+        ("GROUPS_EVERY_S", 0.0),
+        ("_GATHER_S", 20.0),
+    ):
         monkeypatch.setattr(meeting_worlds, name, seconds)
 
 
@@ -122,10 +127,10 @@ def test_a_world_that_another_node_of_its_job_reports_for_reads_no_boxes(
     first, _ = two
     first.worlds.reported_by = "host7"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(meeting_worlds, "LOOK_S", 3600.0)
+        patched.setattr(meeting_worlds, "GROUPS_EVERY_S", 3600.0)
         first.worlds._look_at = 0.0
         known = first.worlds.groups([first.member])
-        first.worlds.part()
+        first.worlds.leave_exchanges()
         assert not first.worlds._exchanges and first.worlds.reported_by == ""
         first.member.box = None
         assert first.worlds.groups([first.member]) is known != []
@@ -150,9 +155,9 @@ def test_a_death_is_left_to_the_world_that_reports_if_it_has_one_too(
 ) -> None:
     first, second = two
     second.worlds.add_dead([0])
-    assert not first.worlds.died_first and not second.worlds.died_first
+    assert not first.worlds.reporter_has_deaths and not second.worlds.reporter_has_deaths
     first.worlds.add_dead([0])
-    eventually(lambda: second.worlds.died_first, *two)
+    eventually(lambda: second.worlds.reporter_has_deaths, *two)
 
 
 def test_a_world_that_has_left_leaves_its_evidence(two: tuple[World, World]) -> None:
@@ -242,7 +247,7 @@ def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> 
 
 def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: Path) -> None:
     def places(*groups: ByHand, where: str = "auto") -> list[Any]:
-        return meeting_worlds.places_of(groups, where, "host0")
+        return meeting_worlds.places_to_meet(groups, where, "host0")
 
     whole = ByHand(STORE, 2, 0, (0, 1))
     assert places() == places(whole) == []
