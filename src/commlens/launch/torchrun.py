@@ -412,7 +412,7 @@ def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
 
 def _exit_status(watcher: Watcher | None, *, by_action: bool) -> int:
     """Return the exit status of a job that failed: 1, or what its verdict says to do."""
-    if watcher is None or not by_action or not watcher.reporter.stands:
+    if watcher is None or not by_action or not watcher.reporter.verdict_stands:
         return 1
     verdict = watcher.reporter.verdict
     if verdict is None or verdict.action is None:

@@ -46,6 +46,7 @@ NOTICE_INDENT = " " * len("commlens: ")
 """Begins the further lines of a notice."""
 
 _DIVERGED_MAX: Final = 50  # findings in one verdict
+_FORMER_MAX: Final = 8  # attempts of former workers that are kept
 _HANDED_OVER: Final = f"{job_dirs.NUMBERS_VERDICT}*"
 ALERTS_END_S = 8.0
 """How long the end of the job may wait for commands that got verdicts."""
@@ -86,7 +87,7 @@ class Reporter:
 
     Args:
         folders: of the job's black boxes.
-        settings: dump_dir, dump_mode, keep_dumps and stall_timeout.
+        settings: ``job``, ``stall_ceiling_s``, those of dumps, and those of alerts.
         evidence: of the job.
         say: prints a line or a verdict; None: to stderr.
         diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.examine.diagnose_logs`.
@@ -104,10 +105,12 @@ class Reporter:
         self.say = say or say_to_stderr
         self.evidence = evidence
         self.verdict: Verdict | None = None  # the last one printed
-        self.stands = False  # the last verdict: the job has not gone on since
+        # the job has not gone on since that one; the watcher unsets it when the wait has ended
+        self.verdict_stands = False
         self._job_began_ns = self._began_ns = time.time_ns()  # the job's, and its workers'
         self._former: list[Attempt] = []  # of former workers, the last one first
-        self.before_restart = ""  # the last fault of the former workers, as its verdict puts it
+        # the last fault of the former workers, as its verdict puts it; the watcher sets it
+        self.before_restart = ""
         self.dump: Path | None = None  # the last one saved
         self.is_saving = False  # its page may be missing
         self.examined = Collected()  # the evidence of the last diagnosis
@@ -116,6 +119,8 @@ class Reporter:
         self._settings = settings
         self._make_verdict = diagnose
         self._host = os.uname().nodename
+        # a collective that is in flight for less does not count as stalled; less than the stall
+        # timeout, so that some do when it is over
         self._stalled_after_s = min(1.0, settings.stall_ceiling_s / 2)
         self._alerts = Alerts(settings, self._host, self.say)
         self.otlp = OtlpExporter(settings.job or folders[0].name, self._host, self.say)
@@ -123,13 +128,16 @@ class Reporter:
         self.counts: Counter[str] = Counter()  # verdicts printed, by kind
 
     def forget(self) -> None:
-        """Forget the verdict and the evidence of former workers."""
-        if self.verdict is not None and self.verdict.is_fault and self.stands:
+        """Forget the verdict and the evidence of former workers. A fault of theirs is kept as an
+        attempt, to be compared with later ones.
+        """
+        if self.verdict is not None and self.verdict.is_fault and self.verdict_stands:
             from commlens.diagnosis.action import SHORT_NS, attempt_of
 
             is_short = time.time_ns() - self._began_ns < SHORT_NS
-            self._former = [attempt_of(self.verdict, is_short=is_short), *self._former[:7]]
-        self._began_ns, self.stands = time.time_ns(), False
+            self._former.insert(0, attempt_of(self.verdict, is_short=is_short))
+            del self._former[_FORMER_MAX:]
+        self._began_ns, self.verdict_stands = time.time_ns(), False
         self.verdict = self.dump = self._diagnosed = None
         self.examined = Collected()
         self.evidence.forget()
@@ -210,18 +218,13 @@ class Reporter:
 
     # --- verdicts and lines, here and on other nodes
 
-    def report(self, verdict: Verdict, line: str = "") -> None:
-        """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault,
-        so it is only a notice.
+    def report(self, verdict: Verdict) -> None:
+        """Print a verdict here, and its first line on the other nodes and in other worlds; count
+        it, and pass it on when :meth:`send_alert` is called. A verdict of kind waiting claims no
+        fault, so it is only a notice.
         """
-        self.verdict = verdict
-        self.stands = True
-        if self.before_restart and verdict.is_fault and verdict.findings:
-            said = sentence(f"Before the workers were restarted: {self.before_restart}")
-            verdict.findings[0].evidence.append(said)
-        if line:
-            self.say_for_job(line)
-        elif verdict.kind == "waiting":
+        self._keep(verdict)
+        if verdict.kind == "waiting":
             self.say_for_job(_as_notice(verdict))
         else:
             self.say(verdict)
@@ -233,16 +236,38 @@ class Reporter:
             logs = self.examined.logs
             examined_several = bool(logs) and logs[0].worlds.are_several
             if verdict.worlds.are_several or not examined_several:
-                unknown = any(each.size for each in verdict.worlds.outsiders)
-                self.evidence.worlds.announce(line, verdict.kind, is_complete=not unknown)
+                # members that have not come, as far as is known here: another world may know them
+                lacks_members = any(each.size for each in verdict.worlds.outsiders)
+                self.evidence.worlds.announce(line, verdict.kind, is_complete=not lacks_members)
+        self._decide_action(verdict)
+
+    def report_again(self, verdict: Verdict, line: str) -> None:
+        """Print a line in place of a verdict on a fault that was reported before. So this one is
+        the last verdict, but it is neither counted nor passed on.
+        """
+        self._keep(verdict)
+        self.say_for_job(line)
+        self._decide_action(verdict)
+
+    def _keep(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        self.verdict_stands = True
+        if self.before_restart and verdict.is_fault and verdict.findings:
+            said = sentence(f"Before the workers were restarted: {self.before_restart}")
+            verdict.findings[0].evidence.append(said)
+
+    def _decide_action(self, verdict: Verdict) -> None:
+        """Add what to do with the job. Only after the verdict is printed: the file server with the
+        dumps of earlier attempts may not answer.
+        """
         try:
-            self._decide_action(verdict)
+            self._compare_attempts(verdict)
         except Exception as error:  # the verdict was printed
             log.debug("commlens: no action was decided: %s: %s", type(error).__name__, error)
 
-    def _decide_action(self, verdict: Verdict) -> None:
-        """Add what to do with the job, by what is wrong and by the faults that ended earlier
-        attempts. Only after the verdict is printed: the file server with these may not answer.
+    def _compare_attempts(self, verdict: Verdict) -> None:
+        """Decide the action by what is wrong and by the faults that ended earlier attempts, those
+        of former workers of this job and those of which there are dumps.
         """
         from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
 
@@ -290,8 +315,8 @@ class Reporter:
     # --- dumps and alerts
 
     def save_dump(self, reason: str = "") -> None:
-        """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is
-        printed, too.
+        """Save the evidence and the last verdict in ``dump_dir``. Print where, if the dump is a new
+        one or there is a ``reason``. An error is printed, too.
 
         Args:
             reason: why the dump is saved, if no verdict says so.
@@ -360,6 +385,7 @@ class Reporter:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
+        # logs of several worlds do not tell: they are joined under a name of their own
         job, restart = next(
             (
                 (log.job, log.restart)
@@ -466,7 +492,7 @@ def report_death(
     if end:
         reporter.say_for_job(f"{ranks} {end}; the verdict above stands.")
     elif has_reported(verdict):
-        reporter.report(
+        reporter.report_again(
             verdict, f"{ranks} ended because of the mismatch; the verdict above stands."
         )
     elif verdict.kind not in NOTHING_FOUND:

@@ -631,7 +631,7 @@ class Watcher:
             line = end_of_wait(ended.verdict, ended.since_ns, logs, now_ns)
         if line:
             self.reporter.say_for_job(line)
-            self.reporter.stands = False
+            self.reporter.verdict_stands = False
         else:
             self._stalls.stall = ended
 
@@ -666,12 +666,15 @@ class Watcher:
         reporter = self.reporter
         is_mismatch = self._mismatches.has_reported(verdict)
         if is_new:
-            held = verdict.victims or verdict.culprits
-            line = (
-                f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"
-                " verdict above stands."
-            )
-            reporter.report(verdict, line if is_mismatch else "")
+            if is_mismatch:
+                held = verdict.victims or verdict.culprits
+                reporter.report_again(
+                    verdict,
+                    f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the"
+                    " verdict above stands.",
+                )
+            else:
+                reporter.report(verdict)
             if verdict.is_fault:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
                     stall.dumps += 1
