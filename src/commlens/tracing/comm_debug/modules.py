@@ -138,8 +138,8 @@ class ModuleView:
         """Call hooks before and after the forward and backward of every module, in the open
         context, if there is one, and in later ones.
 
-        They get the module and its inputs; inputs and outputs; the gradients of its outputs; the
-        gradients of its inputs.
+        Each gets the module, and ``pre_fw_hook`` also its inputs, ``post_fw_hook`` its inputs and
+        outputs, ``pre_bw_hook`` the gradients of its outputs, ``post_bw_hook`` those of its inputs.
 
         Raises:
             AssertionError: such a hook is registered already.
@@ -181,7 +181,9 @@ class ModuleView:
 
     @property
     def module_parents_dict(self) -> dict[str, set[str]]:
-        """By path: the paths of the module and all modules around it, including ``"Global"``."""
+        """By path: the paths of the module and all modules around it, including ``"Global"``; for
+        ``"Global"`` itself, none.
+        """
         found: dict[str, set[str]] = {GLOBAL: set()}
         for module in self._modules.root.with_descendants():
             if module.parent is not None:

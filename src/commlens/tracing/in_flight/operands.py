@@ -35,10 +35,10 @@ _NAMESPACES: Final = frozenset({"aten", "prims"})
 
 
 class Operand(NamedTuple):
-    """A tensor of a collective."""
+    """A tensor that a call of a collective or of a tensor op reads or writes."""
 
     tensor: Any
-    written: bool
+    written: bool  # else it is only read
 
 
 def operands_of(spec: tap.OpSpec, arguments: tuple[Any, ...], rank: int) -> list[Operand]:
@@ -53,7 +53,8 @@ def operands_of(spec: tap.OpSpec, arguments: tuple[Any, ...], rank: int) -> list
     if op in BARRIERS:
         return []
     is_root = spec.root >= 0 and int(arguments[spec.root]) == rank
-    # In place, unless one of these; a root's buffer is what the others get, or what they give.
+    # An op without output arguments works in place, but these ranks only give their tensor: the
+    # sender, the root of a broadcast, and all but the root of a reduce.
     only_read = (
         spec.name == "send" or (op == "broadcast" and is_root) or (op == "reduce" and not is_root)
     )
@@ -74,7 +75,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class OpAccess:
-    """How a tensor op uses its arguments, by its schema."""
+    """A tensor op, with a function that runs it, and which tensors a call reads and writes, by the
+    op's schema.
+    """
 
     def __init__(self, op: Any) -> None:
         self.op = op  # kept alive, since it is looked up by its id
