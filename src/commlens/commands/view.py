@@ -113,12 +113,7 @@ class ViewCommand:
         is_any = any(trace.ops if arguments.ops else trace.events for trace in chosen)
         nothing = bool(wanted) and not is_any
         if nothing:
-            others = any(trace.events for trace in chosen)  # so it was asked for tensor ops
-            _print_note(
-                "No tensor op matches all filters."
-                if others
-                else _why_nothing_matches(ranks, wanted)
-            )
+            _print_note(_why_nothing_matches(ranks, chosen, wanted))
         self._write(chosen, arguments)
         if arguments.html:
             with working("Writing the page"):
@@ -329,10 +324,12 @@ def _print_note(text: str) -> None:
     print(f"commlens: {text}", file=sys.stderr)
 
 
-def _why_nothing_matches(ranks: RankTraces, wanted: dict[str, Any]) -> str:
+def _why_nothing_matches(ranks: RankTraces, chosen: RankTraces, wanted: dict[str, Any]) -> str:
     """Name the first filter that no collective matches, and the values that exist."""
     from commlens.traces.wording import some_of
 
+    if any(trace.events for trace in chosen):  # only the tensor ops, for --ops, are missing
+        return "No tensor op matches all filters."
     for name, values in wanted.items():
         if not any(trace.filter(**{name: values}).events for trace in ranks):
             existing = sorted(

@@ -263,18 +263,18 @@ class NcclLines:
         if len(firsts) > 1 and any(member.sends for member in used.values()):
             return None  # the numbers count messages, too, which ranks do not have alike
         begins_alike = len(firsts) == 1
-        calls = {
-            rank: _counted(member.calls) if begins_alike else dict(member.calls)
-            for rank, member in used.items()
-        }
+        calls = {rank: _numbered(member.calls, begins_alike) for rank, member in used.items()}
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
 
 
-def _counted(calls: list[tuple[int, NcclCall]]) -> dict[int, NcclCall]:
-    """Return calls by number, counted from the first one's on. NCCL's own numbers would not do:
-    opCount also counts messages, so their gaps differ between ranks.
+def _numbered(calls: list[tuple[int, NcclCall]], begins_alike: bool) -> dict[int, NcclCall]:
+    """Return calls by number. If the first one has the same number on all ranks, the others are
+    counted from it: opCount also counts messages, so the gaps between its numbers differ between
+    ranks.
     """
-    return dict(enumerate((call for _, call in calls), calls[0][0]))
+    if begins_alike:
+        return dict(enumerate((call for _, call in calls), calls[0][0]))
+    return dict(calls)
 
 
 def _met(calls: dict[int, dict[int, NcclCall]]) -> int:
