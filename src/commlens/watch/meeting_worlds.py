@@ -83,9 +83,10 @@ class _Exchange(Nodes):
         """The packed logs of each world, with one record of each rank, by slot: they say which
         processes it has if it is out of sight later, as the store ended with the program.
         """
-        self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its own
-        self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None  # for groups
-        self._members_at = 0.0  # time.monotonic() at which these were due last
+        self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its processes last
+        # the look at its processes that is under way, and the groups when it began
+        self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None
+        self._members_at = 0.0  # time.monotonic() at which processes were due to be exchanged last
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Exchange beats, and also send which processes this world has and read that of others,

@@ -20,8 +20,8 @@ class Causes:
         self._known: dict[Any, Redistribution] = {}
 
     def find(self, info: StackInfo, frame: FrameType | None) -> Redistribution | None:
-        """Return the cause of a collective whose stack starts at ``frame``; None if no DTensor is
-        involved.
+        """Return the cause of a collective in whose stack ``frame`` is the innermost frame; None if
+        no DTensor is involved.
         """
         op: str | None = None
         if "DTensor op" in info.markers:
