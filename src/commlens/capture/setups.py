@@ -58,7 +58,8 @@ class Setups:
     def __init__(self, recorder: Recorder, world_size: int) -> None:
         self._recorder = recorder
         self._writer = recorder.writer
-        self._newest = 0
+        self._newest = 0  # the position of the newest note
+        self._is_noted = False  # the call under way is; it is not if its blob is too large
         self._depth = 0
         self._inits = self._meshes = self._splits = 0
         self._mesh: str | None = None  # while one is being made
@@ -139,7 +140,7 @@ class Setups:
     def ended(self, raised: bool) -> None:
         """The call returned or raised."""
         self._depth = max(0, self._depth - 1)
-        if not self._depth:
+        if not self._depth and self._is_noted:
             self._writer.word(L.SETUP_SINCE, L.SETUP_RAISED if raised else L.SETUP_RETURNED)
 
     def mesh_began(self, shape: Any, names: Any, world_size: int) -> None:
@@ -221,7 +222,8 @@ class Setups:
         position = self._add(
             op, name, ranks, number=number, stack=stack, thread=current.id, began=now, **about
         )
-        if not position:
+        self._is_noted = position > 0
+        if not self._is_noted:
             return  # else the call before would seem to be under way
         self._newest = position
         writer = self._writer

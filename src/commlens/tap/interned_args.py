@@ -1,7 +1,8 @@
 """The arguments of collectives, interned: most programs repeat a few.
 
 ``dist.all_reduce(x)`` of the same shape on the same group gets the same :class:`InternedArgs` each
-time, so it is described once, and its blob in the black box is written once.
+time. So it is described once, and its blob in the black box is written once, or again when newer
+ones are about to overwrite it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from commlens.blackbox.reader import read_box
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture.recorder import Recorder
 from commlens.capture.setups import Setups
+from commlens.model.collective import State
 from commlens.tap.groups import Groups
 
 
@@ -50,3 +51,6 @@ def test_a_call_too_large_to_note_does_not_let_the_one_before_seem_under_way(
     setups.group_began("1", "x" * 70_000, [0, 1], "gloo", None)
     (before,) = read_box(setups._writer.path).setups
     assert before.op == "init_process_group" and not before.in_flight
+    setups.ended(raised=True)
+    (before,) = read_box(setups._writer.path).setups
+    assert before.state is State.COMPLETED
