@@ -136,7 +136,9 @@ def test_transfers_are_compared_with_the_best_of_the_job() -> None:
         assert (slower.since_ns - START) / S == pytest.approx(40.0, abs=8.0)
 
 
-@pytest.mark.parametrize(("batched", "kind"), [(True, "link"), (False, "link"), (True, "device")])
+@pytest.mark.parametrize(
+    ("batched", "kind"), [(True, "link"), long(False, "link"), (True, "device")]
+)
 def test_messages_between_two_stages_are_compared_with_the_best_of_the_job(
     batched: bool, kind: str
 ) -> None:
@@ -169,7 +171,7 @@ PIPELINES = [
     (Fault("stage", 2, 1.6), False, [2, 3], "uneven-work"),
     long(Fault("stage", 7, 1.6, 20.0), True, [6, 7], "slow-device"),
     (Fault("link", 2, 1.5, 20.0), False, [], ""),
-    (None, True, [], ""),
+    long(None, True, [], ""),
 ]
 
 
@@ -190,7 +192,7 @@ def test_stages_of_a_pipeline(
     assert {reason for _, reason in found} <= {why}
 
 
-@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("batched", [True, long(False)])
 def test_a_stage_that_waits_until_its_message_is_received(batched: bool) -> None:
     """The stages before a late one wait in their sends."""
     fault = Fault("host", 1, 1.3, 20.0)
