@@ -32,7 +32,6 @@ _COMPLETED_BY_WAIT = (L.OUTCOME_COMPLETED << 24) | (L.HOW_WAIT << 16)
 _crc32 = zlib.crc32
 _monotonic = time.monotonic_ns
 _CRC_BYTES = 4
-_NEWEST = 64  # records
 
 
 class BoxWriter:
@@ -164,19 +163,10 @@ class BoxWriter:
     @property
     def last_thread(self) -> int:
         """The native id of the thread that issued the newest record; 0 without a record."""
-        return next(iter(self.threads_since(self.last_index - 1)), 0)
-
-    def threads_since(self, index: int) -> set[int]:
-        """Return the native ids of the threads that issued the records after ``index``, of the
-        newest ones if there are many.
-        """
-        newest = self.last_index
-        return {
-            L.Record(
-                *L.RECORD.unpack_from(self._map, L.HEADER_SIZE + at % self.capacity * L.RECORD_SIZE)
-            ).thread
-            for at in range(max(index, 0, newest - _NEWEST), newest)
-        }
+        if not self.last_index:
+            return 0
+        offset = L.HEADER_SIZE + (self.last_index - 1) % self.capacity * L.RECORD_SIZE
+        return L.Record(*L.RECORD.unpack_from(self._map, offset)).thread
 
     def forget_number(self, offset: int, index: int) -> None:
         """Remove a record's sequence number, which a later record gets: by it ranks align."""

@@ -14,7 +14,12 @@ from typing import Any
 
 from commlens.model.frames import FrameKind, frame_kind, kind_prefixes, waits_for_thread
 from commlens.tap import backward_caller
-from commlens.tap.other_threads import frames_of_thread, threads_with_frames, waits_for_lock
+from commlens.tap.other_threads import (
+    frames_of_thread,
+    takes_lock,
+    threads_with_frames,
+    waits_for_lock,
+)
 
 _OWN_THREADS = "commlens-"
 MAX_FRAMES = 96
@@ -124,10 +129,9 @@ def frames_of(frame: FrameType | None, caller: int = 0) -> list[list[Any]]:
     return shortened(frames + backward_caller.frames(caller))
 
 
-def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
-    """Return the stacks of the program's threads, the main thread first, a hash that changes when
-    the main thread moves, and whether that tells whether the program moves. The calling thread and
-    those of commlens are left out.
+def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Return the stacks of the program's threads, the main thread first, and a hash that changes
+    when the main thread moves. The calling thread and those of commlens are left out.
 
     If the main thread runs only library code, as in Ray's workers, or waits for another thread, the
     hash also covers the stack of the thread that issues collectives.
@@ -155,7 +159,7 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
                 "name": name,
                 "main": is_main,
                 "f": shortened(backward_caller.described(walked)),
-                "in_lock": waits_for_lock(ident),
+                "in_lock": takes_lock(*walked[0]),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
@@ -163,7 +167,7 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int, bool]:
         threads[0]["locked_out"] = True
     if not main_runs_user_code:
         main_hash = hash((main_hash, issuing_hash))
-    return threads, main_hash, main_runs_user_code
+    return threads, main_hash
 
 
 def _runs_user_code(walked: Walked) -> bool:
@@ -172,12 +176,6 @@ def _runs_user_code(walked: Walked) -> bool:
     return not waits_for_thread(innermost) and any(
         _is_user_code(code.co_filename) for code, _, _ in walked
     )
-
-
-def other_threads() -> set[int]:
-    """Return the native ids of the threads of Python other than the main one."""
-    main = threading.main_thread()
-    return {thread.native_id or 0 for thread in threading.enumerate() if thread is not main}
 
 
 def _threads_of_the_program() -> Iterator[tuple[threading.Thread | None, int, Walked]]:

@@ -49,8 +49,7 @@ class Watchdog:
         self._pipe_descriptor = -1
         self._stop = threading.Event()
         self._failed = False
-        self._last_index = 0
-        self._follows_main = True
+        self._last_index = -1
         self._idle_since = _monotonic()
         self._stacks_at = 0
         self._main_hash = 0
@@ -103,7 +102,8 @@ class Watchdog:
         recorder.library_calls.note_libraries()
         recorder.library_calls.note_queues(now)
         self._write_oldest(oldest)
-        if self._has_issued():
+        if writer.last_index != self._last_index:
+            self._last_index = writer.last_index
             self._idle_since = now
             writer.word(L.MAIN_STACK_SINCE, 0)
             self._main_hash = 0
@@ -120,15 +120,6 @@ class Watchdog:
             if oldest is not None and waits and oldest.since >= min(waits):
                 recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
             self._follow_refusal(recorder.verifier, oldest or recorder.device_queues.oldest(), now)
-
-    def _has_issued(self) -> bool:
-        """Return whether the thread that is followed may have issued a record since the last round:
-        the main thread, or a thread of C++ for it, unless the main thread waits for another one.
-        """
-        writer, last = self._recorder.writer, self._last_index
-        self._last_index = writer.last_index
-        issuing = writer.threads_since(last)
-        return bool(issuing) and not (self._follows_main and issuing <= stacks.other_threads())
 
     def _follow_refusal(self, verifier: CallVerifier, oldest: Token | None, now: int) -> None:
         """Wake a thread that waits in the backend's C++ for a collective that another rank refused;
@@ -202,7 +193,7 @@ class Watchdog:
     def _write_stacks(self, now: int) -> None:
         self._stacks_at = now
         writer = self._recorder.writer
-        threads, main_hash, self._follows_main = stacks.all_threads(writer.last_thread)
+        threads, main_hash = stacks.all_threads(writer.last_thread)
         writer.write_evidence(threads, now)
         if main_hash != self._main_hash:
             self._main_hash = main_hash

@@ -110,7 +110,7 @@ class ThreadStack(msgspec.Struct, frozen=True):
     is_main: bool = False
     # it waits, without a timeout, for a lock that is locked, and no other thread runs Python
     locked_out: bool = False
-    in_lock: bool = False  # it waits, without a timeout, for a lock that is locked
+    in_lock: bool = False  # its innermost instruction takes a lock, without a timeout
 
     @property
     def source(self) -> Frame | None:

@@ -435,17 +435,15 @@ def _a_thread_is_starved(subject: _Subject, since_ns: int) -> bool:
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:
-    """Return whether the main thread's stack changed, or it issued a collective, within the window;
-    None if unknown.
+    """Return whether the main thread's stack changed, or a collective was issued, within the
+    window; None if unknown.
 
     The box holds since when the stack has been the same, counted from the watchdog's first look
     after the last collective. That first look is not a change, so two different times must have
     been seen.
     """
-    first, last = subject.samples[0], subject.samples[-1]
-    if last.pulse.records != first.pulse.records and not (
-        0 < first.pulse.main_stack_since_ns == last.pulse.main_stack_since_ns
-    ):  # else other threads issued collectives
+    last = subject.samples[-1]
+    if last.pulse.records != subject.samples[0].pulse.records:
         return True
     since = {sample.pulse.main_stack_since_ns for sample in subject.samples} - {0}
     if len(since) > 1:

@@ -90,6 +90,15 @@ def waits_for_lock(ident: int) -> bool:
     return type(value) is _LOCK and value.locked() and frames_of_thread(ident)[:1] == place
 
 
+def takes_lock(code: CodeType, _: int | None, offset: int) -> bool:
+    """Return whether a thread's innermost instruction takes a lock without a timeout, and so
+    whether it probably waits for one. Waits for an event, queue or thread also take a lock, within
+    ``threading.py``; these are none. No variables are looked at: up to Python 3.12, reading those
+    of another thread's frame keeps them all alive until the frame ends.
+    """
+    return bool(_lock_at(code, offset)) and code.co_filename != threading.__file__
+
+
 @functools.lru_cache(maxsize=64)
 def _lock_at(code: CodeType, offset: int) -> tuple[str, ...]:
     """Return the names ``("self", "lock")`` if the instruction takes ``self.lock``; else none."""

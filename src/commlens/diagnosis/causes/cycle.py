@@ -165,11 +165,16 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
 
 def _has_order_of_threads(context: Context, ops: Iterable[Collective]) -> bool:
     """Return whether several threads of Python on a rank issue the collectives in which ranks wait.
-    The order between threads is no routine; a thread of autograd has its caller's order.
+    The order between threads is no routine. A thread of autograd has its caller's order: its stack
+    does not begin in ``threading.py``, even if it runs hooks in Python.
     """
     keys = _channels(ops)
     for view in context.job.views.values():
-        of_python = {stack.thread for stack in view.log.stacks} - {view.main_thread}
+        of_python = {
+            stack.thread
+            for stack in view.log.stacks
+            if stack.frames and stack.frames[-1].function == "_bootstrap"
+        }
         issuing = {view.tracks[key].thread for key in keys if key in view.tracks}
         if issuing & of_python and len(issuing) > 1:
             return True
@@ -286,7 +291,11 @@ def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
 
 
 def locks_of(context: Context, case: CycleCase) -> list[tuple[int, ThreadStack]]:
-    """Return the threads of the ranks that wait for a lock, with their ranks."""
+    """Return the threads of the ranks that wait for a lock, with their ranks, where the order of
+    threads may have made the cycle. In others, a thread at a lock has nothing to do with it.
+    """
+    if not _has_order_of_threads(context, case.ops.values()):
+        return []
     views = context.job.views
     found = ((rank, each) for rank in case.cause.ranks for each in views[rank].log.stacks)
     return [(rank, each) for rank, each in found if each.in_lock and each.source is not None]

@@ -241,12 +241,15 @@ def test_two_threads_that_take_a_lock_in_any_order(others: str) -> None:
         waiting = ThreadStack(
             5000 if rank == 0 else log.pid,
             "metrics",
-            (lines[rank],),
+            (lines[rank], *[Frame("/lib/threading.py", 937, "_bootstrap")][: 1 - rank]),
             is_main=rank == 1,
             in_lock=True,
         )
         blocked = msgspec.structs.replace(
-            blocked, thread=log.pid if rank == 0 else 5001, is_main=rank == 0
+            blocked,
+            frames=(*blocked.frames, *[Frame("/lib/threading.py", 937, "_bootstrap")][:rank]),
+            thread=log.pid if rank == 0 else 5001,
+            is_main=rank == 0,
         )
         log.stacks = [blocked, waiting]
         if others != "none":
