@@ -59,4 +59,4 @@ def test_a_file_name_that_is_not_text(tmp_path):
     odd = os.fsdecode(b"/home/\xff/train.py")
     path = tmp_path / "x.json"
     commlens.Trace(one_event(source=Frame(odd, 3, "f"))).save(path)
-    assert commlens.Trace.load(path).events[0].source == Frame("/home/?/train.py", 3, "f")
+    assert commlens.Trace.load(path).events[0].source == Frame(r"/home/\udcff/train.py", 3, "f")
