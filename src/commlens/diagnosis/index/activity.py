@@ -9,6 +9,7 @@ observations of its process, and its log.
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -315,19 +316,18 @@ def is_locked_out(log: RankLog) -> bool:
 
 
 _SERVERS: Final = frozenset({"serve_forever", "wait_for_termination", "main_loop"})
-_LOOPS: Final = re.compile(r"/(asyncio|zmq|tornado)/")
+_LOOPS: Final = re.compile(r"/(python[\d.]+t?|(site|dist)-packages)/(asyncio|zmq|tornado)/")
 
 
 def serves(frames: Stack) -> bool:
-    """Return whether a thread waits in an event loop, such as a server's: only an event, such as a
-    request, makes it go on.
+    """Return whether a thread waits in a library's event loop, such as a server's: only an event,
+    such as a request, makes it go on.
     """
-    for frame in frames:
-        if frame.function.rpartition(".")[2] in _SERVERS or _LOOPS.search(frame.file):
-            return True
-        if frame.kind is FrameKind.USER:
-            break
-    return False
+    library = takewhile(lambda frame: frame.kind is not FrameKind.USER, frames)
+    return any(
+        frame.function.rpartition(".")[2] in _SERVERS or _LOOPS.search(frame.file)
+        for frame in library
+    )
 
 
 _CHILD: Final = re.compile(

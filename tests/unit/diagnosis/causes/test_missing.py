@@ -556,6 +556,36 @@ def test_an_idle_server_is_no_fault(inner: str) -> None:
         hold("missing/idle-server", verdict)
 
 
+@pytest.mark.parametrize(
+    ("function", "folder", "library"),
+    [
+        ("main_loop", "/home/me", None),
+        ("step", "/home/me/tornado", None),
+        ("step", "/home/me", "/home/me/zmq/.venv/lib/python3.11/site-packages/einops/layers.py"),
+    ],
+)
+def test_names_of_the_users_own_are_no_event_loop(
+    function: str, folder: str, library: str | None
+) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            still = Observation(End.RUNNING, window_s=5.0, cpu_s=0.0, stack_moved=False)
+            yield Stay(40, function, still)
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(2).run(program).logs()
+    [main] = logs[1].stacks
+    frames = tuple(
+        msgspec.structs.replace(frame, file=frame.file.replace("/home/me", folder))
+        for frame in main.frames
+    )
+    if library is not None:
+        frames = (Frame(library, 9, "forward", FrameKind.LIBRARY), *frames)
+    logs[1].stacks = [msgspec.structs.replace(main, frames=frames)]
+    assert blame(judge(logs)) == ("missing", "user-code", [1], "train.py:40")
+
+
 def test_a_rank_that_destroyed_its_group_never_arrives() -> None:
     """However busy it is with something else."""
 

@@ -49,7 +49,7 @@ WORKS = Observation(
 
 IDLE = (
     Frame("/lib/selectors.py", 468, "select", FrameKind.PYTHON),
-    Frame("/lib/asyncio/a.py", 6, "run_forever", FrameKind.PYTHON),
+    Frame("/lib/python3.11/asyncio/a.py", 6, "run_forever", FrameKind.PYTHON),
 )
 
 
