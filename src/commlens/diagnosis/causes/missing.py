@@ -605,16 +605,19 @@ def _doubt_of_blame(context: Context, absence: Absence, *, otherwise: Doubt | No
         return otherwise
     if all(log.main_stack is not None and _polls_lock(log.main_stack.frames) for log in logs):
         return "lock-holder-unknown"
-    most = 2 * _count_at(context, op, doing.frame) > len(op.channel.group.ranks)
+    most = 2 * _count_at_line(context, absence) > len(op.channel.group.ranks)
     is_clear = (doing.state, doing.why) != ("runs", "user-code") or any(map(is_locked_out, logs))
     return "many-outside" if most and not is_clear else otherwise
 
 
-def _count_at(context: Context, op: Collective, line: Frame | None) -> int:
-    """Return how many ranks of a collective's group stand in a line, also if one just moved."""
-    views = context.job.views
-    stacks = [views[rank].log.main_stack for rank in op.channel.group.ranks if rank in views]
-    return sum(stack is not None and stack.source == line for stack in stacks)
+def _count_at_line(context: Context, absence: Absence) -> int:
+    """Return how many ranks of the group stand in the line of the absent ones, also if one just
+    moved. A rank that waits in a collective below that line does not stand there as they do.
+    """
+    views, blocked = context.job.views, set(absence.blocked) - set(absence.ranks)
+    ranks = set(absence.edge.op.channel.group.ranks) - blocked
+    stacks = [views[rank].log.main_stack for rank in ranks if rank in views]
+    return sum(stack is not None and stack.source == absence.doing.frame for stack in stacks)
 
 
 def _polls_lock(frames: Stack) -> bool:

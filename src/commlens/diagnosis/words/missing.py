@@ -205,8 +205,9 @@ def _step_of_absent(case: MissingCase) -> str:
         )
     if cause.doubt == "many-outside":
         return (
-            f"compare {ranks}, which stand in {where}, with {waiting}, which went on to"
-            f" {op.op}{at(op)}: most ranks are there, so {waiting} may have left it out"
+            f"compare {ranks}, which {verb(absence.ranks, 'stands', 'stand')} in {where}, with"
+            f" {waiting}, which went on to {op.op}{at(op)}: most ranks are there, so {waiting} may"
+            " have left it out"
         )
     culprits = cause.culprits or sorted([*absence.ranks, *absence.waiting])
     if absence.doing.state == "left":

@@ -650,7 +650,24 @@ def test_most_of_the_group_in_one_line_may_be_right(at_the_line: tuple[int, ...]
     if most:
         hold("missing/most-in-one-line", verdict)
         logs[2].observation.stack_moved = True
-        assert judge(logs).culprits == [], "one of them was seen to move"
+        moved = judge(logs)
+        assert moved.culprits == [], "one of them was seen to move"
+        assert "rank 1, which stands in" in moved.next_step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_wait_below_the_line_do_not_stand_there(size: int) -> None:
+    """The line takes from a queue that is empty on one rank, and gathers what it takes."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 1:
+            yield Stay(30, "step")
+        yield all_reduce(job.world, line=30)
+
+    verdict = judge(Job(size).run(program).logs())
+    assert blame(verdict) == ("missing", "user-code", [1], "train.py:30")
+    assert verdict.confidence == "high"
 
 
 def test_the_line_is_that_of_the_thread_for_which_others_wait() -> None:
