@@ -94,6 +94,11 @@ class Absence(NamedTuple):
         return self.doing.why == "finished"
 
     @property
+    def over(self) -> bool:
+        """Whether the ranks chose to take no more part: they finished, or destroyed their group."""
+        return self.finished or self.doing.state == "left"
+
+    @property
     def is_certain(self) -> bool:
         """Whether it is certain that the ranks do what their activity shows."""
         return self.doing.observed or self.doing.why in _NEED_NO_OBSERVATION
@@ -567,8 +572,8 @@ def _first_surplus(track: Track, surplus: _Lines) -> Collective:
 
 
 def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
-    """Decide whom to blame: the ranks that are missing; if some ranks finished and the others wait
-    for them, the ranks that ran one round too few or too many.
+    """Decide whom to blame: the ranks that are missing; if some ranks finished or destroyed their
+    group and the others wait for them, the ranks that ran one round too few or too many.
 
     The majority of the group decides; else how often all ranks of the job came to these lines; else
     the ranks' routine.
@@ -579,7 +584,7 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
     if any(context.job.views[rank].unknown_message for rank in absence.ranks):
         return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
-    if not absence.finished or op.is_setup or op.is_store_wait:
+    if not absence.over or op.is_setup or op.is_store_wait:
         if _doubt_of_blame(context, absence, otherwise=None) is not None:
             return Decision((), "undecided"), None
         return Decision(tuple(sides[0]), "absence"), None
@@ -601,7 +606,7 @@ def _doubt_of_blame(context: Context, absence: Absence, *, otherwise: Doubt | No
     """
     op, doing = absence.edge.op, absence.doing
     logs = [context.job.views[rank].log for rank in absence.ranks]
-    if op.is_setup or op.is_store_wait or op.is_point_to_point or doing.works:
+    if op.is_setup or op.is_store_wait or op.is_point_to_point or doing.works or absence.over:
         return otherwise
     if all(log.main_stack is not None and _polls_lock(log.main_stack.frames) for log in logs):
         return "lock-holder-unknown"

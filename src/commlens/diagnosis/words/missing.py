@@ -107,11 +107,14 @@ def _summary(case: MissingCase) -> str:
     name, them = op_phrase(op), verb(ranks, "it", "them")
     they_wait = ranks_and_verb(waiting, "waits", "wait")
     if cause.outcome == "extra-message":
-        return f"{they_wait} in {name}, but {ranks_phrase(ranks)} has finished, like most ranks"
+        return (
+            f"{they_wait} in {name}, but {ranks_and_verb(ranks, 'has', 'have')} {_ended(absence)},"
+            " like most ranks"
+        )
     if cause.outcome == "extra-collective":
         return (
             f"{ranks_and_verb(waiting, 'issues', 'issue')} {name}, but"
-            f" {ranks_and_verb(ranks, 'has', 'have')} finished"
+            f" {ranks_and_verb(ranks, 'has', 'have')} {_ended(absence)}"
         )
     if cause.outcome == "key-missing":
         return f"{_unwritten(cause, op)}; {they_wait} for it in {op.op}"
@@ -138,6 +141,10 @@ def _summary(case: MissingCase) -> str:
     if cause.timed_out:
         wait = f"{ranks_phrase(waiting)} waited for {them} until the timeout"
     return f"{ranks_phrase(ranks)} {did} {name}; {wait}"
+
+
+def _ended(absence: Absence) -> str:
+    return "finished" if absence.finished else "called destroy_process_group"
 
 
 def _unwritten(cause: Missing, op: Collective) -> str:
@@ -210,6 +217,11 @@ def _step_of_absent(case: MissingCase) -> str:
             " have left it out"
         )
     culprits = cause.culprits or sorted([*absence.ranks, *absence.waiting])
+    if absence.doing.state == "left" and culprits != absence.ranks:
+        return (
+            f"find out why {waiting} {verb(absence.waiting, 'goes', 'go')} on to {op.op}{at(op)}"
+            f" when {ranks} {verb(absence.ranks, 'has', 'have')} called destroy_process_group"
+        )
     if absence.doing.state == "left":
         return (
             f"let {ranks_phrase(culprits)} call destroy_process_group only after the last"
@@ -418,7 +430,9 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
                 " backend."
             )
         case "majority-assumed":
-            return f"That {ranks} are right is an assumption: most ranks finished."
+            right = verb(cause.ranks, "is", "are")
+            ended = _ended(absence)
+            return f"That {ranks} {right} right is an assumption: most ranks {ended}."
         case "loop-may-end-there":
             return (
                 f"That {ranks} should have gone on is an assumption: a loop may end there on"

@@ -607,6 +607,24 @@ def test_a_rank_that_destroyed_its_group_never_arrives() -> None:
     hold("missing/destroyed-its-group", verdict)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_round_more_than_ranks_that_destroyed_their_group(size: int) -> None:
+    """Most ranks destroyed it where the program ends; of two, either may be wrong."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(6 if rank == size - 1 else 5):
+            yield all_reduce(job.world, line=20)
+        yield Stay(40, "evaluate")
+
+    logs = Job(size).run(program).logs()
+    for log in logs[:-1]:
+        log.left = True
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2] if size == 3 else [])
+    assert verdict.confidence == "medium"
+    hold(f"missing/one-more-than-destroyed-of-{size}", verdict)
+
+
 def test_a_heartbeat_of_another_thread_is_no_work_of_the_main_one() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, line=20)
