@@ -61,9 +61,6 @@ NOT_YET = {
     "integration/test_scenarios.py": """
         scenarios/lab
     """,
-    "integration/test_slow_rank.py": """
-        watch/slowness
-    """,
     "integration/test_trace_attribution.py": """
         tracing/attribution/causes
         tracing/attribution/module_calls tracing/attribution/modules

@@ -84,6 +84,7 @@ class Slowness:
         self._meter = PaceMeter(time.time_ns())
         self._newest = NEWEST
         self._timed_ns = 0  # until when all ranks had read durations on devices, monotonic
+        self._is_read = True  # False: they had not for long, so no sample waits until they have
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
@@ -158,15 +159,17 @@ class Slowness:
         self._judgement = here if reporter is None else reporter.judgement
 
     def _has_news(self, ranks: Sequence[Member], now: float) -> bool:
-        """Return whether all ranks have just read durations on devices, or none reads any. Busy
-        ranks read them seldom, and overwrite those records soon.
+        """Return whether all ranks have just read durations on devices, or some read none any
+        more. Busy ranks read them seldom, and overwrite those records soon.
         """
         timed = [member.status.timed_mono_ns for member in ranks if member.status is not None]
         newest = min(timed, default=0)
-        is_known = newest <= self._timed_ns or now - newest * 1e-9 > _FRESH_S
-        if newest and is_known and now < self._due + _NO_READING_S:
+        is_new = newest > self._timed_ns
+        is_fresh = is_new and now - newest * 1e-9 <= _FRESH_S
+        may_wait = (is_new or self._is_read) and now < self._due + _NO_READING_S
+        if newest and not is_fresh and may_wait:
             return False
-        self._timed_ns = newest
+        self._timed_ns, self._is_read = newest, is_fresh
         return True
 
     def _sample(self, members: Sequence[Member], ranks: Sequence[Member]) -> list[Verdict | Line]:
@@ -252,6 +255,8 @@ class Slowness:
         self._profiles, self._observer = {}, None
         if slow is None or observer is None or pids.keys() != {each.rank for each in logs}:
             return []
+        if self._are_cleared(slow):
+            return []
         sample(ranks, observer)
         for each in logs:
             each.observation = observer.observe(pids[each.rank])
@@ -262,6 +267,11 @@ class Slowness:
         slow = with_since(slow, self._paces)
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
+
+    def _are_cleared(self, slow: SlowRanks) -> bool:
+        """Return whether the comparison of all nodes no longer finds these ranks."""
+        judged = self._judgement
+        return judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks)
 
     def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
         """Tell, once, that ranks make the others wait periodically; if they do not, begin to
