@@ -87,10 +87,10 @@ def step_table(times: StepTimes) -> StepTable:
 
 def _bars(times: StepTimes) -> list[RankBar]:
     """Return a bar for each rank, of many for those that wait least; none if no time is known, or
-    of a single rank.
+    only a part of it, or of a single rank.
     """
     is_known = any(each.waited_ns or each.sent_ns for each in times.ranks)
-    if not is_known or len(times.ranks) < 2:
+    if not is_known or times.waits_left_out or len(times.ranks) < 2:
         return []
     least = sorted(times.ranks, key=lambda each: each.waited_ns)[:_BARS_MAX]
     return [_bar(each, times.step_ns) for each in sorted(least, key=lambda each: each.rank)]
@@ -113,7 +113,8 @@ def _answer(times: StepTimes) -> str:
         else f"steps {times.first_step} to {times.last_step}"
     )
     text = (
-        f"A step takes {short_duration(times.step_ns)} ({seen}). A rank waits in collectives for "
+        f"A step takes {short_duration(times.step_ns)} ({seen}). A rank waits in collectives for"
+        f" {'at least ' if times.waits_left_out else ''}"
     )
     waited = {each.rank: each.waited_ns for each in times.ranks} or times.waited_by_rank
     waited_ns = mean(waited.values())  # on an accelerator, for late ranks
@@ -124,9 +125,12 @@ def _answer(times: StepTimes) -> str:
         )
     if times.device_ns:
         text += f"; they take {short_duration(times.device_ns)} on the device"
-    least = min(waited, key=lambda rank: waited[rank])
+    in_calls = {each.rank: each.waited_ns + each.messages_ns for each in times.ranks} or waited
+    least = min(in_calls, key=lambda rank: in_calls[rank])
     most = max(waited, key=lambda rank: waited[rank])
-    if waited[most] - waited[least] > _WORTH_NAMING * times.step_ns:
+    is_least = waited[least] == min(waited.values()) and not times.waits_left_out
+    gap_ns = min(each[most] - each[least] for each in (waited, in_calls))
+    if is_least and gap_ns > _WORTH_NAMING * times.step_ns:
         text += (
             f". {capital(rank_phrase(least))} waits least ({short_duration(waited[least])}),"
             f" {rank_phrase(most)} most ({short_duration(waited[most])})"

@@ -3,8 +3,9 @@
 On a device, a collective begins when its own rank arrives and ends for all members together. So the
 member that arrives last has the shortest duration, which is the time of the transfer; what the
 others' durations are longer, they waited. No clock in common is needed, and nothing is asked of a
-device. A message waits for its peer in the same way; how long its data takes is inferred from the
-shortest messages of the job.
+device. A message waits for its peer in the same way. Its whole duration counts as a wait: stages of
+a pipeline have different numbers of messages, so if the time of the data were taken off each, the
+stage with most messages would seem to be late.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class TimedCollective(NamedTuple):
     op: Collective  # as one member recorded it
     waited_ns: dict[int, int]  # by rank: for the last member
     transfer_ns: int  # 0: not known: a message, or some members are on other nodes
+    data_ns: int = 0  # of a message's wait: as long as its data takes at the job's best rate
 
     @property
     def kind(self) -> TransferKind:
@@ -143,9 +145,7 @@ def _is_waited_at_once(op: Collective) -> bool:
 
 
 def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCollective]:
-    """Return messages with the time for which their rank waited: what they took longer than their
-    data takes at the job's best rate.
-    """
+    """Return messages with the time for which their rank was in them."""
     known = grouped((_numel(op), op.duration_ns or 0) for _, op in messages)
     rates = (numel / max(1, sorted(took)[len(took) // 10]) for numel, took in known.items())
     best = max(rates, default=0.0) or inf
@@ -153,8 +153,9 @@ def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCol
         TimedCollective(
             op.channel.key,
             op,
-            {rank: max(0, (op.duration_ns or 0) - round(_numel(op) / best))},
+            {rank: op.duration_ns or 0},
             0,
+            min(op.duration_ns or 0, round(_numel(op) / best)),
         )
         for rank, op in messages
     ]
@@ -204,7 +205,7 @@ class DeviceTimes(NamedTuple):
 def device_times(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[DeviceTimes]:
     """Return for how long each rank's device waited for other ranks between any two edges (Unix ns)
     that follow one another; where members of a group are on other nodes, for how long it was in
-    that group's collectives.
+    that group's collectives. So it is with messages.
     """
     found = [DeviceTimes(defaultdict(int), defaultdict(int)) for _ in edges[1:]]
     for each in timed:

@@ -20,7 +20,7 @@ from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, covered, length
 from commlens.speed.bandwidth import ReachedRate, item_size, reached_rates
-from commlens.speed.device_times import TimedCollective, timed_collectives
+from commlens.speed.device_times import TimedCollective, is_message, timed_collectives
 from commlens.speed.pace import (
     WaitTime,
     common_span,
@@ -64,6 +64,7 @@ class RankTime(msgspec.Struct):
     rank: int
     waited_ns: int  # on the host, in collectives; on an accelerator, for late ranks
     sent_ns: int  # on an accelerator: in transfers of data
+    messages_ns: int = 0  # of that, in messages, of which some ranks have more than others
 
 
 class StepTimes(msgspec.Struct):
@@ -78,6 +79,7 @@ class StepTimes(msgspec.Struct):
     device_ns: int | None = None
     waited_by_rank: dict[int, int] = {}
     ranks: list[RankTime] = []
+    waits_left_out: bool = False  # of devices, in groups with ranks that are not among these
     rates: list[ReachedRate] = []  # of the transfers that take most time
     parts: list[StepPart] = []  # groups, the longest wait first, each followed by its places
     places_left_out: int = 0
@@ -161,7 +163,15 @@ def step_times(logs: Sequence[RankLog]) -> StepTimes:
     times.unknown = _unknown(ranks, times)
     begins, ends = zip(*windows.values(), strict=True)
     timed = timed_collectives(logs, (min(begins), max(ends)))
-    times.ranks, times.rates = _rank_times(timed, windows, times), reached_rates(timed, logs)
+    whole = [
+        each for each in timed if is_message(each.op) or len(each.waited_ns) == len(each.key[2])
+    ]
+    times.waits_left_out = len(whole) < len(timed)
+    if times.waits_left_out:
+        times.unknown.append(
+            "How long a device waits in a group with ranks that are not counted is not known."
+        )
+    times.ranks, times.rates = _rank_times(whole, windows, times), reached_rates(timed, logs)
     times.parts, times.places_left_out = _groups_and_places(ranks, number)
     return times
 
@@ -192,14 +202,20 @@ def _rank_times(
         windows: the time of the steps on each rank, Unix ns.
         times: the steps.
     """
-    waited, sent = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+    waited, sent, messages = (dict.fromkeys(windows, 0) for _ in range(3))
     for each in timed:
         for rank, ns in each.waited_ns.items():
             if windows[rank][0] <= each.op.announced_ns < windows[rank][1]:
-                waited[rank] += ns
-                sent[rank] += each.transfer_ns
+                waited[rank] += ns - each.data_ns
+                sent[rank] += each.transfer_ns + each.data_ns
+                messages[rank] += each.data_ns
     return [
-        RankTime(rank, on_host + waited[rank] // times.steps, sent[rank] // times.steps)
+        RankTime(
+            rank,
+            on_host + waited[rank] // times.steps,
+            sent[rank] // times.steps,
+            messages[rank] // times.steps,
+        )
         for rank, on_host in sorted(times.waited_by_rank.items())
     ]
 

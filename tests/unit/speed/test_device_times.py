@@ -209,6 +209,31 @@ def test_a_stage_that_waits_until_its_message_is_received(batched: bool) -> None
     assert ns < 0.75 * seen_ns, "the waits of rank 0 are in its sends"
 
 
+@pytest.mark.parametrize(
+    ("fault", "waits_for_sends"),
+    [
+        (None, True),
+        (Fault("device", 0, 1.5, 20.0), True),
+        long(None, False),
+        long(Fault("host", 2, 1.4, 20.0), True),
+        long(Fault("device", 1, 1.5, 20.0), True),
+        long(Fault("device", 0, 1.5, 20.0), False),
+    ],
+)
+def test_large_messages_of_a_pipeline(fault: Fault | None, waits_for_sends: bool) -> None:
+    """A stage in the middle has twice as many messages as the first and the last: it waits as long
+    as they do. The data of each takes a third of a forward pass.
+    """
+    job = PipelineJob(3, fault=fault, pp=3, waits_for_sends=waits_for_sends, data=0.09)
+    paces, slow = followed(job, 80.0)
+    if fault is not None:
+        assert slow is not None and slow.ranks == [fault.rank]
+        return
+    assert slow is None
+    waits = [sum(pace.waited_s[rank] for pace in paces) for rank in range(3)]
+    assert max(waits) < 1.1 * min(waits)
+
+
 def test_an_uneven_stage_is_no_slow_device_after_a_warm_up() -> None:
     """Others did not wait for it in the first sample, but steps take no longer since then."""
     logs = seen(PipelineJob(8, fault=Fault("stage", 2, 1.6), microbatches=4, step_s=0.2), 40.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from builders import MS, S
-from device_jobs import DeviceJob, Fault
+from device_jobs import DeviceJob, Fault, PipelineJob
 from paced_jobs import job
 
 from commlens.model.collective import LearnedHow
@@ -193,3 +193,45 @@ def test_steps_whose_durations_are_not_known_yet_are_left_out():
     assert first_moments(logs[0])[times.last_step] < known
     waits = {each.rank: each.waited_ns / times.step_ns for each in times.ranks}
     assert waits[2] < 0.02 and min(waits[rank] for rank in (0, 1, 3)) > 0.25
+
+
+@pytest.mark.parametrize(
+    ("fault", "least"),
+    [
+        (None, ""),
+        (Fault("device", 1, 1.5), "Rank 1 waits least"),
+        (Fault("device", 2, 1.5), "Rank 2 waits least"),
+    ],
+)
+def test_the_data_of_messages_is_sent_and_not_waited_for(fault: Fault | None, least: str):
+    *_, (_, logs) = PipelineJob(
+        3, pp=3, fault=fault, batched=False, waits_for_sends=True, data=0.09, jitter=0.01
+    ).looks(30.0)
+    times = step_times(logs)
+    sent = {each.rank: each.sent_ns / times.step_ns for each in times.ranks}
+    waited = {each.rank: each.waited_ns / times.step_ns for each in times.ranks}
+    assert sent[1] - sent[0] > 0.08, "rank 1 has twice as many messages"
+    if fault is None:
+        gap = waited[0] - waited[1]
+        assert sent[1] - sent[0] == pytest.approx(gap, abs=0.02), "as many kernels"
+    answer = step_table(times).answer
+    assert least in answer and ("waits least" in answer) is bool(least)
+
+
+@pytest.mark.parametrize("here", [2, 4])
+def test_waits_for_ranks_on_other_nodes_are_left_out(here: int):
+    """Nobody is late: the ranks send for most of the step."""
+    *_, (_, logs) = DeviceJob(4, fault=Fault("link", 0, 1.9), jitter=0.01).looks(30.0)
+    times = step_times(logs[:here])
+    table = step_table(times)
+    note = "How long a device waits in a group with ranks that are not counted is not known."
+    assert (note in table.notes) is times.waits_left_out is (here < 4)
+    assert [each.waited_ns < 0.05 * times.step_ns for each in times.ranks] == [True] * here
+    assert len(table.bars) == (0 if here < 4 else 4), "the rest of a bar would be the rank's work"
+    assert ("for at least 0 us of it (0%); they take" in table.answer) is (here < 4)
+
+
+def test_of_waits_of_which_some_are_left_out_none_is_called_the_least():
+    *_, (_, logs) = DeviceJob(4, tp=2, fault=Fault("device", 0, 1.5), jitter=0.01).looks(30.0)
+    assert "rank 0 waits least" in step_table(step_times(logs)).answer.lower()
+    assert "waits least" not in step_table(step_times(logs[:2])).answer

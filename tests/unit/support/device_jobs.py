@@ -254,6 +254,7 @@ class PipelineJob(DeviceJob):
     norm: bool = True  # all ranks reduce the norm of the gradients, too
     # a stage waits until each of its messages is received; all its forward passes are first
     waits_for_sends: bool = False
+    data: float = 0.03  # of the time of a micro-batch, in which a message's data is transferred
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -342,7 +343,7 @@ class PipelineJob(DeviceJob):
         return host, device
 
     def _transfer_s(self, rank: int, peer: int, now: float) -> float:
-        takes, fault = 0.03 * self.step_s / self.microbatches, self.fault
+        takes, fault = self.data * self.step_s / self.microbatches, self.fault
         if fault is not None and fault.kind == "link" and self._is_on(now):
             first = min(fault.rank, self.ranks - 1 - self.ranks // self.pp)
             if {rank, peer} == {first, first + self.ranks // self.pp}:
