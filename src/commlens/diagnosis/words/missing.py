@@ -219,8 +219,8 @@ def _step_of_absent(case: MissingCase) -> str:
     culprits = cause.culprits or sorted([*absence.ranks, *absence.waiting])
     if absence.doing.state == "left" and culprits != absence.ranks:
         return (
-            f"find out why {waiting} {verb(absence.waiting, 'goes', 'go')} on to {op.op}{at(op)}"
-            f" when {ranks} {verb(absence.ranks, 'has', 'have')} called destroy_process_group"
+            f"find out why {ranks} {verb(absence.ranks, 'calls', 'call')} destroy_process_group,"
+            f" and {waiting} {verb(absence.waiting, 'goes', 'go')} on to {op.op}{at(op)}"
         )
     if absence.doing.state == "left":
         return (
