@@ -232,7 +232,9 @@ def _empty_viewer(arguments: argparse.Namespace) -> int:
     given = [
         name
         for name, value in vars(arguments).items()
-        if value and name not in ("command", "html", "force", "paths")
+        if value not in (None, "", [])
+        and value is not False
+        and name not in ("command", "html", "force", "paths")
     ]
     if given:
         raise CommandError(

@@ -114,8 +114,9 @@ def test_view_without_a_file_makes_an_empty_viewer(folder, capsys):
     assert main(["view", "-o", "v.html"]) == 0 and Path("v.html").read_bytes() == viewer_page()
     assert main(["view", "-o", "x.json"]) == 2
     assert "will not overwrite" in capsys.readouterr().err
-    assert main(["view", "--events"]) == 2
-    assert "Which trace?" in capsys.readouterr().err
+    for filtered in (["--events"], ["--rank", "0"]):
+        assert main(["view", *filtered]) == 2
+        assert "Which trace?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Moved(msgspec.Struct):
 
 
 class Movement(msgspec.Struct, kw_only=True):
-    """The progress of all ranks. False if no rank made progress."""
+    """The progress of all ranks. False if each has both dumps and made none."""
 
     schema: str = MOVEMENT_SCHEMA
     answer: str = ""  # in one sentence
