@@ -82,7 +82,7 @@ class Unmet(NamedTuple):
 
     @property
     def as_data(self) -> UnmetMessage:
-        """It as a part of the cause."""
+        """The unmet message as a part of the cause."""
         message, stands_in = collective_of(self.op), collective_of(self.stands_in)
         return UnmetMessage(self.rank, message, self.issued, stands_in)
 
@@ -94,6 +94,8 @@ class CycleCase(Case[Cycle]):
     path: Path = field(default_factory=list)  # a shortest cycle of their waits
     departures: Departures
     unmet: Unmet | None = None  # only if no rank left the order
+    # threads that wait for a lock, with their ranks, if the order of threads may be the cause
+    locks: list[tuple[int, ThreadStack]] = field(default_factory=list)
 
 
 def find_cycles(context: Context) -> None:
@@ -110,12 +112,13 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
     ops = {node.rank: context.graph.blocks[node].op for node in waits}
     found = (find_recomputed(context.job, node.rank, edge.op) for node, _, edge in path)
     recomputed = next(filter(None, found), None)
-    rounds = None
+    rounds, locks = None, []
     if recomputed is not None:
         departures: Departures = {recomputed.rank: (ops[recomputed.rank], None)}
         decision = Decision((recomputed.rank,), "recomputation")
     elif _has_order_of_threads(context, ops.values()):
         departures, decision = {}, UNDECIDED
+        locks = _threads_at_locks(context, ranks)
     else:
         departures, decision = _departures(context, waits, ranks)
         if not departures:
@@ -156,6 +159,7 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
             path=path,
             departures=departures,
             unmet=unmet,
+            locks=locks,
         )
     )
 
@@ -290,14 +294,10 @@ def _is_one_more(job: JobIndex, departures: Departures, rank: int) -> bool:
     return usual is not None and (usual.op, usual.channel.key) == (op.op, op.channel.key)
 
 
-def locks_of(context: Context, case: CycleCase) -> list[tuple[int, ThreadStack]]:
-    """Return the threads of the ranks that wait for a lock, with their ranks, where the order of
-    threads may have made the cycle. In others, a thread at a lock has nothing to do with it.
-    """
-    if not _has_order_of_threads(context, case.ops.values()):
-        return []
+def _threads_at_locks(context: Context, ranks: list[int]) -> list[tuple[int, ThreadStack]]:
+    """Return the threads of these ranks that wait for a lock, with their ranks."""
     views = context.job.views
-    found = ((rank, each) for rank in case.cause.ranks for each in views[rank].log.stacks)
+    found = ((rank, each) for rank in ranks for each in views[rank].log.stacks)
     return [(rank, each) for rank, each in found if each.in_lock and each.source is not None]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from commlens.diagnosis.align.call_paths import issued_by_library, parting_paths, path_of
 from commlens.diagnosis.align.tie_break import sides_of
 from commlens.diagnosis.causes.context import Context
-from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet, locks_of
+from commlens.diagnosis.causes.cycle import CycleCase, Departures, Unmet
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.next_steps import (
@@ -133,7 +133,7 @@ def _words_of_undecided(context: Context, case: CycleCase) -> Words:
     sides, awaited = sides_of(ops), case.cause.awaited_result
     across = " across groups" if _is_across_groups(case) else ""
     summary = f"{ranks_phrase(ranks)} wait for each other{across}"
-    step, locks = _step(ranks, ops, sides, unmet), locks_of(context, case)
+    step, locks = _step(ranks, ops, sides, unmet), case.locks
     if unmet is not None:
         summary = _unmet_summary(unmet)
     elif awaited is not None:
