@@ -147,7 +147,9 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     the same collective share a cause.
     """
     groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
-    activities = {node: _doing(context, node) for node in nodes}
+    for node in nodes:
+        _follow_awaited_thread(context, node)
+    activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
     # receives from any source whose message a working rank may still send: then no other rank is
     # missing there
@@ -172,16 +174,15 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
             _add_missing(context, absence)
 
 
-def _doing(context: Context, node: WaitNode) -> Activity:
-    """Classify the activity of an absent rank: that of the thread that issues on the channel in
-    which others wait, if that is another one than the main thread.
+def _follow_awaited_thread(context: Context, node: WaitNode) -> None:
+    """Let the stack of an absent rank be that of the thread that issues on the channel in which
+    others wait, if that is not its main thread.
     """
     view = context.job.views[node.rank]
     track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
     of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
     if track is not None and track.thread in of_user - {view.main_thread}:
         view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
-    return context.doing(view)
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
@@ -466,7 +467,7 @@ def _confidence(
     if record_doubt is not None:
         return "medium", record_doubt
     if not blamed:
-        return "medium", _doubt_of_blame(context, absence, otherwise="undecided")
+        return "medium", _doubt_of_blame(context, absence) or "undecided"
     return "medium", "majority-assumed" if blames_waiting else "wait-inferred"
 
 
@@ -585,7 +586,7 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
         return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
     if not absence.over or op.is_setup or op.is_store_wait:
-        if _doubt_of_blame(context, absence, otherwise=None) is not None:
+        if _doubt_of_blame(context, absence) is not None:
             return Decision((), "undecided"), None
         return Decision(tuple(sides[0]), "absence"), None
     rounds = _rounds(context, absence)
@@ -598,21 +599,22 @@ def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None
     return decision, rounds[0] if decision.by == "rounds" else None
 
 
-def _doubt_of_blame(context: Context, absence: Absence, *, otherwise: Doubt | None) -> Doubt | None:
-    """Return why the absent ranks are not to blame for not coming, if that is so, else
-    ``otherwise``: they poll a lock, which a rank that waits for them may hold, or most of the
-    group stand in their line of the program, so that the others may have left it out, as ranks
-    that meet there past torch do.
+def _doubt_of_blame(context: Context, absence: Absence) -> Doubt | None:
+    """Return why the absent ranks may not be to blame for not coming; None if they are.
+
+    If they poll a lock, a rank that waits for them may hold it. If most of the group stand in
+    their line of the program, that line may be a barrier that torch does not see, and the ranks
+    that wait in the collective may have left it out.
     """
     op, doing = absence.edge.op, absence.doing
     logs = [context.job.views[rank].log for rank in absence.ranks]
     if op.is_setup or op.is_store_wait or op.is_point_to_point or doing.works or absence.over:
-        return otherwise
+        return None
     if all(log.main_stack is not None and _polls_lock(log.main_stack.frames) for log in logs):
         return "lock-holder-unknown"
     most = 2 * _count_at_line(context, absence) > len(op.channel.group.ranks)
     is_clear = (doing.state, doing.why) != ("runs", "user-code") or any(map(is_locked_out, logs))
-    return "many-outside" if most and not is_clear else otherwise
+    return "many-outside" if most and not is_clear else None
 
 
 def _count_at_line(context: Context, absence: Absence) -> int:
