@@ -79,7 +79,8 @@ def waits_for_thread(innermost: Iterable[tuple[str, str]]) -> bool:
     another one of its process.
     """
     return any(
-        function.rpartition(".")[2] in functions and file.endswith(end)  # py-spy tells the class
+        # py-spy writes "Thread.join"
+        function.rpartition(".")[2] in functions and file.endswith(end)
         for file, function in innermost
         for end, functions in _THREAD_WAITS.items()
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from itertools import islice
 from typing import Final, Literal
 
 import msgspec
@@ -118,14 +119,15 @@ class ThreadStack(msgspec.Struct, frozen=True):
         return user_frame(self.frames)
 
     @property
+    def waits_for_thread(self) -> bool:
+        """Whether it waits for another thread of its process."""
+        of_python = (frame for frame in self.frames if frame.kind is not FrameKind.NATIVE)
+        return waits_for_thread((frame.file, frame.function) for frame in islice(of_python, 3))
+
+    @property
     def runs_user_code(self) -> bool:
         """Whether it runs the user's code, and does not wait for another thread."""
-        names = [
-            (frame.file, frame.function)
-            for frame in self.frames
-            if frame.kind is not FrameKind.NATIVE
-        ]
-        return any(user_lines(self.frames)) and not waits_for_thread(names[:3])
+        return any(user_lines(self.frames)) and not self.waits_for_thread
 
 
 class UsualWait(msgspec.Struct, frozen=True):

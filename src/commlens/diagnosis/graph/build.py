@@ -15,7 +15,7 @@ the node of its thread, which is followed in turn.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import RecordMismatch, from_any, pair_with_any_source
@@ -32,8 +32,7 @@ from commlens.diagnosis.index.job_index import (
     lost_count,
 )
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import ChannelKey, Collective, Frame, State
-from commlens.model.frames import waits_for_thread
+from commlens.model.collective import ChannelKey, Collective, State
 from commlens.model.grouping import grouped
 
 _EDGES_MAX = 1_000_000
@@ -424,14 +423,16 @@ class _GraphBuilder:
         thread = self._thread_of(other, key)
         if thread in stuck:
             return stuck[thread]
-        frames = next((each.frames for each in other.log.stacks if each.thread == thread), ())
-        if thread != other.main_thread and not frames:
+        stacks = (each for each in other.log.stacks if each.thread == thread and each.frames)
+        stack = next(stacks, None)
+        if thread != other.main_thread and stack is None:
             # An autograd thread has no Python stack: its main thread holds it up.
             return stuck.get(other.main_thread) or (
                 next(iter(stuck.values())) if len(stuck) == 1 else None
             )
-        waits = frames and (_is_locked(other, stuck) or waits_for_thread(_names(frames[:3])))
-        return next(iter(stuck.values())) if waits else None
+        if stack is None or not (stack.waits_for_thread or _is_locked(other, stuck)):
+            return None
+        return next(iter(stuck.values()))
 
     def _thread_of(self, other: RankView, key: ChannelKey) -> int:
         """Return the thread that last issued on a channel; the main thread if none has."""
@@ -441,10 +442,6 @@ class _GraphBuilder:
         sent = (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key)
         last = max(sent, key=lambda op: op.index, default=None)
         return (last.issue_thread if last is not None else 0) or other.main_thread
-
-
-def _names(frames: Sequence[Frame]) -> list[tuple[str, str]]:
-    return [(frame.file, frame.function) for frame in frames]
 
 
 def _is_locked(view: RankView, stuck: Collection[int]) -> bool:

@@ -9,7 +9,8 @@ observations of its process, and its log.
 from __future__ import annotations
 
 import re
-from itertools import takewhile
+from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -272,18 +273,18 @@ def _standing_still(
 # --- how long a rank has been outside of collectives
 
 
-def _ops_of_main(log: RankLog) -> list[Collective]:
-    """Return the collectives without those that other threads of Python issued."""
+def _issued_by_main(log: RankLog, ops: Iterable[Collective]) -> Iterator[Collective]:
+    """Yield the collectives that no other thread of Python issued."""
     main = log.main_stack
     others = {each.thread for each in log.stacks if main is not None and each.thread != main.thread}
-    return [op for op in log.collectives if op.issue_thread not in others]
+    return (op for op in ops if op.issue_thread not in others)
 
 
 def quiet_ns(log: RankLog) -> int:
     """Return how long ago the rank's main thread last issued or left a collective; 0 if unknown."""
     now = log.captured_ns or last_moment(log)
     latest = 0
-    for op in _ops_of_main(log)[-8:]:
+    for op in islice(_issued_by_main(log, reversed(log.collectives)), 8):
         latest = max(latest, op.announced_ns, op.returned_ns, op.wait_ended_ns, op.wait_began_ns)
     return max(0, now - latest) if latest else 0
 
@@ -293,7 +294,7 @@ def longest_gap_ns(log: RankLog) -> int:
     it is recorded.
     """
     left = longest = 0
-    for op in _ops_of_main(log):
+    for op in _issued_by_main(log, log.collectives):
         longest = max(longest, op.announced_ns - left if left else 0)
         left = max(left, op.returned_ns, op.wait_ended_ns)
     return longest
@@ -320,8 +321,8 @@ _LOOPS: Final = re.compile(r"/(python[\d.]+t?|(site|dist)-packages)/(asyncio|zmq
 
 
 def serves(frames: Stack) -> bool:
-    """Return whether a thread waits in a library's event loop, such as a server's: only an event,
-    such as a request, makes it go on.
+    """Return whether a thread waits in a library's event loop, such as a server's, which only an
+    event, such as a request, makes go on.
     """
     library = takewhile(lambda frame: frame.kind is not FrameKind.USER, frames)
     return any(
