@@ -30,7 +30,7 @@ LEAST: Final = 8  # collectives of one kind, from which their time is told
 SLOWER: Final = 1.3
 WINDOWS: Final = 5  # in a row, that show how long transfers take
 WINDOWS_KEPT: Final = 120
-# after a message was issued: a thread that waits for it by then has launched next to nothing since
+# between the call of a message and the wait for it: in so short a time, a thread launches no work
 _AT_ONCE_NS: Final = 100_000
 
 
@@ -204,8 +204,8 @@ class DeviceTimes(NamedTuple):
 
 def device_times(timed: Iterable[TimedCollective], edges: Sequence[int]) -> list[DeviceTimes]:
     """Return for how long each rank's device waited for other ranks between any two edges (Unix ns)
-    that follow one another; where members of a group are on other nodes, for how long it was in
-    that group's collectives. So it is with messages.
+    that follow one another. Of a message, and of a collective with members on other nodes, the
+    whole duration counts.
     """
     found = [DeviceTimes(defaultdict(int), defaultdict(int)) for _ in edges[1:]]
     for each in timed:

@@ -83,8 +83,10 @@ class Slowness:
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
         self._meter = PaceMeter(time.time_ns())
         self._newest = NEWEST
-        self._timed_ns = 0  # until when all ranks had read durations on devices, monotonic
-        self._is_read = True  # False: they had not for long, so no sample waits until they have
+        # CLOCK_MONOTONIC ns: until when all ranks had read durations on devices, at the last sample
+        self._timed_ns = 0
+        # False: the last sample waited in vain for them to read, so the next one does not wait
+        self._awaits_reading = True
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
@@ -121,8 +123,9 @@ class Slowness:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
             ranks = [member for member in members if _is_recorded(member)]
             if self._observer is not None and not self._failed:
+                # what that cost is rested before the next sample
                 self._due += self._rest_s(lambda: news.extend(self._explain(ranks))) - INTERVAL_S
-            if now >= self._due and not self._failed and self._has_news(ranks, now):
+            if now >= self._due and not self._failed and self._may_sample(ranks, now):
                 self._due = now + self._rest_s(lambda: news.extend(self._sample(members, ranks)))
         except Exception as error:  # stalls and deaths are still reported
             self._failed = True
@@ -158,18 +161,19 @@ class Slowness:
         nodes.update(pace=own, judgement=here)
         self._judgement = here if reporter is None else reporter.judgement
 
-    def _has_news(self, ranks: Sequence[Member], now: float) -> bool:
-        """Return whether all ranks have just read durations on devices, or some read none any
-        more. Busy ranks read them seldom, and overwrite those records soon.
+    def _may_sample(self, ranks: Sequence[Member], now: float) -> bool:
+        """Return whether to take a sample that is due, and note by which readings. Busy ranks read
+        durations on devices seldom, and soon overwrite those records: the sample waits until all
+        ranks have just read them, for a minute at most.
         """
         timed = [member.status.timed_mono_ns for member in ranks if member.status is not None]
         newest = min(timed, default=0)
         is_new = newest > self._timed_ns
         is_fresh = is_new and now - newest * 1e-9 <= _FRESH_S
-        may_wait = (is_new or self._is_read) and now < self._due + _NO_READING_S
+        may_wait = (is_new or self._awaits_reading) and now < self._due + _NO_READING_S
         if newest and not is_fresh and may_wait:
             return False
-        self._timed_ns, self._is_read = newest, is_fresh
+        self._timed_ns, self._awaits_reading = newest, is_fresh
         return True
 
     def _sample(self, members: Sequence[Member], ranks: Sequence[Member]) -> list[Verdict | Line]:
