@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -167,13 +166,6 @@ def _line(row: Mapping[str, Any]) -> str:
     line = row["source"].rsplit("/", 1)[-1] if row["source"] else ""
     through = f"({row['through']})" if row["through"] else ""
     return f"at {line} {through}".strip() if line else through
-
-
-def render(summary: Summary, width: int = 80) -> str:
-    """Return a summary as plain text, for logs and tests."""
-    out = io.StringIO()
-    print_summary(summary, out, width=width, colour=False)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def _summary(summary: Summary) -> list[RenderableType]:

@@ -6,10 +6,10 @@ import json
 
 import pytest
 from comm_debug_json import ADDMM, AG, AR, module
+from traces import render
 
 import commlens
 from commlens.model.trace import Depth
-from commlens.reports.trace_terminal import render
 
 
 def test_comm_debug_modes_json_is_read(tmp_path):

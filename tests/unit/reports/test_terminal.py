@@ -7,10 +7,11 @@ import io
 import jsonschema
 import msgspec
 import pytest
+from verdict_schema import schema
 
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.model.wrapping import fill
-from commlens.reports.json_report import print_json, schema
+from commlens.reports.json_report import print_json
 from commlens.reports.terminal import print_verdict, render
 from commlens.watch.reporting import say_to_stderr
 

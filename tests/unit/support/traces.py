@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +19,9 @@ from commlens.model.trace import (
     TracedOp,
     TraceEvent,
 )
+from commlens.model.trace_summary import Summary
 from commlens.model.wire_bytes import wire_bytes
+from commlens.reports.trace_terminal import print_summary
 
 SCRIPT = "/home/me/train.py"
 US = 1000
@@ -229,3 +232,10 @@ def on(data: TraceData, backend: str) -> TraceData:
     return msgspec.structs.replace(
         data, groups=[msgspec.structs.replace(group, backend=backend) for group in data.groups]
     )
+
+
+def render(summary: Summary, width: int = 80) -> str:
+    """Return a summary as plain text."""
+    out = io.StringIO()
+    print_summary(summary, out, width=width, colour=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

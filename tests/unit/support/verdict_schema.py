@@ -4,11 +4,20 @@ each call, which takes a hundred times longer than the verdict; a test of the re
 
 from __future__ import annotations
 
+from importlib import resources
+from typing import Any
+
 import jsonschema
 import msgspec
 
 from commlens.model.verdict import Verdict
-from commlens.reports.json_report import schema
+
+
+def schema() -> dict[str, Any]:
+    """Return the published schema of verdicts."""
+    file = resources.files("commlens.reports").joinpath("schemas", "verdict-2.schema.json")
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+
 
 _VALIDATOR = jsonschema.Draft202012Validator(schema())
 

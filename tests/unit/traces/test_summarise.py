@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from traces import Recorder, trace
+from traces import Recorder, render, trace
 
 import commlens
 from commlens.model.trace import Coverage, Phase, TraceData
-from commlens.reports.trace_terminal import render
 
 
 def test_totals_of_the_summary_add_up():

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from traces import US, Recorder, on, training
+from traces import US, Recorder, on, render, training
 
 import commlens
 from commlens.model.trace import Phase, TraceData
-from commlens.reports.trace_terminal import render
 from commlens.text import short_duration
 from commlens.traces.times import Time, step_times, time_of, times
 

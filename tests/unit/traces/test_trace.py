@@ -6,13 +6,13 @@ import io
 
 import msgspec
 import pytest
-from traces import Recorder, one_event, trace, training
+from traces import Recorder, one_event, render, trace, training
 
 import commlens
 from commlens.model.collective import ProcessGroup
 from commlens.model.trace import Owner, Phase, Redistribution, TraceData
 from commlens.model.wire_bytes import wire_bytes
-from commlens.reports.trace_terminal import print_events, render
+from commlens.reports.trace_terminal import print_events
 from commlens.testing import assert_collectives
 from commlens.traces import wording
 
