@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from new_boxes import new_box
 
 pytest.importorskip("torch")
 
@@ -15,7 +16,6 @@ import torch
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.reader import read_box, read_status
-from commlens.blackbox.writer import BoxWriter
 from commlens.capture.recorder import Recorder
 from commlens.model.collective import QUEUE, State
 from commlens.tap import libraries, message_queues
@@ -29,16 +29,7 @@ MADE = Membership(1, 3, "ray/weights", 2)
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
-    box = BoxWriter(
-        tmp_path / "rank1.7.box",
-        capacity=8,
-        rank=1,
-        world_size=4,
-        local_rank=1,
-        start_ticks=1,
-        about={"job": "j"},
-    )
-    return Recorder(box, Groups())
+    return Recorder(new_box(tmp_path), Groups())
 
 
 def call(op: str = "broadcast", **about: Any) -> LibraryCall:

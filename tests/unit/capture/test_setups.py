@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from new_boxes import new_box
 
 pytest.importorskip("torch")
 
 from commlens.blackbox.reader import read_box
-from commlens.blackbox.writer import BoxWriter
 from commlens.capture.recorder import Recorder
 from commlens.capture.setups import Setups
 from commlens.model.collective import State
@@ -18,16 +18,7 @@ from commlens.tap.groups import Groups
 
 @pytest.fixture
 def setups(tmp_path: Path) -> Setups:
-    box = BoxWriter(
-        tmp_path / "rank1.7.box",
-        capacity=8,
-        rank=1,
-        world_size=4,
-        local_rank=1,
-        start_ticks=1,
-        about={"job": "j"},
-    )
-    return Setups(Recorder(box, Groups()), 4)
+    return Setups(Recorder(new_box(tmp_path), Groups()), 4)
 
 
 def test_a_call_inside_another_one_is_not_noted(setups: Setups) -> None:

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from new_boxes import new_box
 
 pytest.importorskip("torch")
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.reader import read_status
-from commlens.blackbox.writer import BoxWriter
 from commlens.capture.device_queues import DeviceQueues
 from commlens.capture.library_calls import LibraryCalls
 from commlens.capture.watchdog import Watchdog
@@ -56,15 +56,7 @@ class Verifier:
 def test_the_oldest_of_a_librarys_call_and_a_collective_on_a_device_is_written(
     tmp_path: Path,
 ) -> None:
-    writer = BoxWriter(
-        tmp_path / "box",
-        capacity=16,
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        start_ticks=1,
-        about={"job": "job"},
-    )
+    writer = new_box(tmp_path, capacity=16)
     channel = SimpleNamespace(backend=SimpleNamespace(timeout_ms=600_000))
     now = time.monotonic_ns()
     on_device = SimpleNamespace(since=now + 1000, index=4, args=SimpleNamespace(channel=channel))
@@ -89,15 +81,7 @@ def test_the_oldest_of_a_librarys_call_and_a_collective_on_a_device_is_written(
 
 
 def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> None:
-    writer = BoxWriter(
-        tmp_path / "box",
-        capacity=16,
-        rank=0,
-        world_size=2,
-        local_rank=0,
-        start_ticks=1,
-        about={"job": "job"},
-    )
+    writer = new_box(tmp_path, capacity=16)
     oldest = SimpleNamespace(since=0, index=1, args=None)
     verifier = Verifier()
     queues = DeviceQueues(SimpleNamespace(writer=writer))
