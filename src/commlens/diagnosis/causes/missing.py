@@ -147,8 +147,7 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     the same collective share a cause.
     """
     groups: dict[tuple[object, ...], list[tuple[WaitNode, Activity]]] = defaultdict(list)
-    for node in nodes:
-        _follow_awaited_thread(context, node)
+    _follow_awaited_threads(context, nodes)
     activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
     # receives from any source whose message a working rank may still send: then no other rank is
@@ -174,15 +173,16 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
             _add_missing(context, absence)
 
 
-def _follow_awaited_thread(context: Context, node: WaitNode) -> None:
-    """Let the stack of an absent rank be that of the thread that issues on the channel in which
+def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None:
+    """Let the stack of each absent rank be that of the thread that issues on the channel in which
     others wait, if that is not its main thread.
     """
-    view = context.job.views[node.rank]
-    track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
-    of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
-    if track is not None and track.thread in of_user - {view.main_thread}:
-        view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
+    for node in nodes:
+        view = context.job.views[node.rank]
+        track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
+        of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
+        if track is not None and track.thread in of_user - {view.main_thread}:
+            view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
@@ -464,11 +464,14 @@ def _confidence(
     clear = absence.is_certain and bool(blamed) and (extra_line or not blames_waiting)
     if clear and not context.assumed(absence.waiting):
         return ("high", record_doubt) if absence.is_for_ranks else ("medium", "store-elsewhere")
-    if record_doubt is not None:
-        return "medium", record_doubt
+    return "medium", record_doubt or _doubt_of_decision(context, absence, blamed)
+
+
+def _doubt_of_decision(context: Context, absence: Absence, blamed: Sequence[int]) -> Doubt:
+    """Return why the decision is not certain, although the records suffice."""
     if not blamed:
-        return "medium", _doubt_of_blame(context, absence) or "undecided"
-    return "medium", "majority-assumed" if blames_waiting else "wait-inferred"
+        return _doubt_of_blame(context, absence) or "undecided"
+    return "majority-assumed" if blamed == absence.waiting else "wait-inferred"
 
 
 def _outcome(

@@ -34,6 +34,7 @@ from commlens.diagnosis.index.job_index import (
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, State
 from commlens.model.grouping import grouped
+from commlens.model.ranklog import ThreadStack
 
 _EDGES_MAX = 1_000_000
 _EDGES_PER_RANK = 64
@@ -430,9 +431,8 @@ class _GraphBuilder:
             return stuck.get(other.main_thread) or (
                 next(iter(stuck.values())) if len(stuck) == 1 else None
             )
-        if stack is None or not (stack.waits_for_thread or _is_locked(other, stuck)):
-            return None
-        return next(iter(stuck.values()))
+        waits = stack is not None and _waits_for_stuck(other, stack, stuck)
+        return next(iter(stuck.values())) if waits else None
 
     def _thread_of(self, other: RankView, key: ChannelKey) -> int:
         """Return the thread that last issued on a channel; the main thread if none has."""
@@ -444,12 +444,15 @@ class _GraphBuilder:
         return (last.issue_thread if last is not None else 0) or other.main_thread
 
 
-def _is_locked(view: RankView, stuck: Collection[int]) -> bool:
-    """Return whether only the one stuck thread can release the lock for which each of the others
-    waits.
+def _waits_for_stuck(view: RankView, stack: ThreadStack, stuck: Collection[int]) -> bool:
+    """Return whether a thread waits for a stuck one of its process: for its end or its result, or
+    for a lock that only the one stuck thread can release, since all others wait for locks.
     """
     threads = view.log.stacks
-    return len(stuck) == 1 and all(each.in_lock or each.thread in stuck for each in threads)
+    only_one_runs = len(stuck) == 1 and all(
+        each.in_lock or each.thread in stuck for each in threads
+    )
+    return only_one_runs or stack.waits_for_thread
 
 
 def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:
