@@ -290,6 +290,8 @@ class Watcher:
         from commlens.diagnosis.causes.dead import find_stop
         from commlens.diagnosis.words.dead import stopped_line
 
+        # a rank may have sent it sooner than a tick found the rank
+        self._health.add(add_new_members(self._roster, self._observer))
         ranks = {member.pid: member.rank for member in self._roster.current()}
         for number, sender in senders:
             known = replace(sender, rank=ranks.get(sender.pid)) if sender is not None else None

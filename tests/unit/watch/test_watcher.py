@@ -24,6 +24,7 @@ from commlens.blackbox import layout as L
 from commlens.config import Settings
 from commlens.diagnosis.index.activity import movement
 from commlens.model.ranklog import End, RankLog
+from commlens.model.sender import Sender
 from commlens.model.verdict import CollectiveRef, Confidence, Verdict
 from commlens.processes.ranks import RankProcess
 from commlens.watch.reporting import Reporter
@@ -527,10 +528,13 @@ class Unready:
         assert self._prepares.wait(30)
         return self._job.watcher
 
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
     def stop(self) -> None:
         assert self._job.watcher is not None
         self._job.watcher.stop()
-        self._may_go_on.set()
+        self.go_on()
         eventually(self._job.ended)
 
 
@@ -562,6 +566,24 @@ def test_a_signal_that_is_first_seen_after_the_end(
     (line,) = job.said
     assert line.startswith("the launcher received SIGHUP and ends the job.")
     assert not job.folder.exists()
+
+
+def test_a_rank_that_ends_the_job_before_it_is_seen(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unready = Unready(job, monkeypatch)
+    watcher = unready.watch()
+    job.start(2)
+    sender = Sender(pid=job.ranks[1].pid, is_own_user=True, name="python")
+    monkeypatch.setattr("commlens.watch.watcher.take_sender", lambda _: sender)
+    os.write(watcher.wake_fileno, bytes([signal.SIGTERM]))
+    unready.go_on()
+    eventually(lambda: job.said)
+    assert job.said[0].startswith(f"the launcher received SIGTERM from rank 1 (pid {sender.pid})")
+    for rank in job.ranks:
+        rank.end()
+    watcher.stop()
+    eventually(job.ended)
 
 
 def test_a_signal_while_the_workers_are_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
