@@ -13,7 +13,8 @@ from ports import free_port
 
 from commlens.model.cause import Ended, GroupsDiffer, StuckInside
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 pytestmark = pytest.mark.timeout(180)
 
 NOBODY_LISTENS = """
@@ -110,6 +111,9 @@ def test_local_names_that_agree(jobs: Harness, tmp_path: Path) -> None:
     assert set(result.exits.values()) == {0} and not result.said, str(result)
 
 
+@pytest.mark.skipif(
+    TORCH >= (2, 15), reason="rank 0 listens there: torchrun's store serves its own address only"
+)
 def test_all_ranks_come_and_nobody_listens(jobs: Harness, tmp_path: Path) -> None:
     port = free_port()
     result = jobs.run_program(

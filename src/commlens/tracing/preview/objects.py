@@ -106,9 +106,12 @@ class Objects(tap.Subscriber):
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Return a function that fills the op's tensors, if it delivers anything."""
         deliveries = self._deliveries
-        if deliveries.gathered and spec.name in ("allgather_", "gather_"):
+        if deliveries.gathered and spec.name in ("allgather_", "gather_", "_allgather_base_"):
             contents = deliveries.gathered.pop(0)
-            outputs = arguments[0][0] if arguments[0] else ()
+            if spec.name == "_allgather_base_":  # of torch 2.15's all_gather_object: one tensor
+                outputs = arguments[0].view(-1).chunk(len(contents))
+            else:
+                outputs = arguments[0][0] if arguments[0] else ()
             return lambda: list(map(_fill, outputs, contents))
         if deliveries.pending and spec.name in (
             "broadcast_",
