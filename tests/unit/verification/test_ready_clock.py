@@ -39,7 +39,8 @@ def test_time_in_which_a_thread_had_no_core_does_not_count() -> None:
         for each in (late, neighbour):
             os.sched_setaffinity(each.pid, core)
         time.sleep(1)
-        assert not clock.is_over(S // 2, [late.pid])
+        # a second, however late this test itself is on a busy machine
+        assert not clock.is_over(S // 2, [late.pid], S)
         assert clock.is_over(S // 2, [])
         assert clock.is_over(S // 2, [late.pid], (STARVED + 1) * S), "no wait is endless"
 
