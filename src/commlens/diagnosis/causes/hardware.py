@@ -160,8 +160,8 @@ class _PartUsers(NamedTuple):
 
 
 def add_hardware(context: Context) -> None:
-    """Add to each root cause the changes of hardware at that time. One that explains it becomes its
-    reason.
+    """Add to each root cause the changes of hardware at that time. Where ranks are stuck in a
+    collective and the processes show no reason, one that explains it becomes the reason.
     """
     nodes = context.job.nodes
     if not nodes:
@@ -412,14 +412,18 @@ def _can_explain(
 def _fits_cause(cause: StuckInside | Missing | Dead, users: _PartUsers, event: HealthEvent) -> bool:
     """Return whether ranks did what an event of this kind can explain.
 
-    A rank that died was killed for memory only if the kernel says so of its own process. One that
-    does not arrive was held up by storage or memory only if it waits for something.
+    Storage and memory belong to the whole node. So one that does not arrive was held up by them
+    only if it waits for something. One that died was killed for memory only if the kernel says so
+    of its own process; and for bad memory, of which the kernel names no process, only if it got the
+    signal that the kernel sends to a process that reads such memory.
     """
     if event.fault not in ("storage", "host-memory"):
         return True
     if isinstance(cause, Missing):
         return cause.activity.why in _WAITING
-    return users.alone or not isinstance(cause, Dead)
+    if isinstance(cause, Dead) and event.what != "oom-kill":
+        return cause.signal == "SIGBUS"
+    return users.alone
 
 
 def _went_on(context: Context, ranks: Sequence[int], event: HealthEvent) -> bool:

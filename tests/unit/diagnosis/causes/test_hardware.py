@@ -48,10 +48,10 @@ def _missing(at: str = "load_batch") -> tuple[list[RankLog], int]:
     return logs, min(waiting)
 
 
-def _dead() -> tuple[list[RankLog], int]:
+def _dead(signal: str = "SIGABRT") -> tuple[list[RankLog], int]:
     def fault(job: Job, rank: int, step: int) -> Iterator[object] | None:
         if (rank, step) == (DEAD, 5):
-            return iter([Die(Observation(End.KILLED, signal="SIGABRT"), line=12)])
+            return iter([Die(Observation(End.KILLED, signal=signal), line=12)])
         return None
 
     logs = Job(RANKS).run(training(fault)).logs()
@@ -178,6 +178,27 @@ def test_a_stopped_rank_is_not_stuck_because_of_hardware(tmp_path: Path) -> None
     without = diagnose_logs(logs)
     assert (verdict.why, verdict.culprits) == ("stopped", [3])
     assert (verdict.summary, verdict.next_step) == (without.summary, without.next_step)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "EDAC MC1: 1 UE memory read error",
+        "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 9",
+    ],
+)
+@pytest.mark.parametrize(("signal", "explains"), [("SIGBUS", True), ("SIGABRT", False)])
+def test_a_memory_error_explains_the_signal_that_the_kernel_sends_for_it(
+    line: str, signal: str, explains: bool, tmp_path: Path
+) -> None:
+    logs, ended_ns = _dead(signal)
+    incident = Incident("memory error", "dead", lambda scene: scene.log(1, line, before_s=1))
+    lay_over(logs, incident, ended_ns, tmp_path)
+    verdict = diagnose_logs(logs)
+    assert verdict.culprits == [DEAD] and verdict.cause is not None
+    assert [each.explains for each in verdict.cause.hardware] == [explains]
+    assert verdict.action is not None
+    assert (verdict.action.do == "exclude-node") == explains
 
 
 def test_a_place_is_unknown_where_the_driver_does_not_tell_the_gpus(tmp_path: Path) -> None:
