@@ -194,6 +194,8 @@ def _odd_summary(case: Case[GroupsDiffer]) -> str:
     odd_ones = [
         f"{ranks_and_verb(side, 'asks', 'ask')} for {_asked(ops[side[0]])}" for side in others[:3]
     ]
+    if more := [rank for side in others[3:] for rank in side]:
+        odd_ones.append(f"{ranks_and_verb(sorted(more), 'asks', 'ask')} for something else")
     usual = ops[most[0]]
     return f"{joined(odd_ones)} in {_call(usual)}, the others for {_asked(usual)}"
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import hashlib
 
+import pytest
+import starting_ranks
 from builders import START, S
 from goldens import hold
 from starting_ranks import IDLE, WORLD, call, groups, init, rank, verdict
@@ -56,6 +58,19 @@ def test_groups_in_another_order() -> None:
     assert (found.kind, found.culprits, found.source) == ("mismatch/group", [1], "train.py:21")
     assert sum(each.root_cause for each in found.findings) == 1
     hold("mismatch/group-in-another-order", found)
+
+
+def test_a_rank_of_a_fifth_side_is_not_among_those_that_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], *[[2, 3]] * 6]
+    monkeypatch.setattr(starting_ranks, "WORLD", len(asked))
+    found = verdict(*(rank(number, init(), *groups(ranks)) for number, ranks in enumerate(asked)))
+    assert found.culprits == [0, 1, 2, 3, 4]
+    assert found.summary == (
+        "rank 0 asks for ranks [0, 1], rank 1 asks for ranks [0, 2], rank 2 asks for ranks [0, 3]"
+        " and ranks 3-4 ask for something else in new_group #1, the others for ranks [2, 3]"
+    )
 
 
 def test_two_halves_name_nobody() -> None:
