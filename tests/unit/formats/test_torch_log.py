@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import io
+import time
+from types import SimpleNamespace
 
 import pytest
 from chosen import examples
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
 from commlens.formats.columns import STARTED
-from commlens.formats.torch_log import read_torch_log
+from commlens.formats.torch_log import lines, read_torch_log
 from commlens.formats.torch_log.lines import (
     parse_group,
     parse_origin,
@@ -325,6 +328,24 @@ def test_single_lines():
     )
     assert parse_time("E1206 18:44:12.715298746 x") % 1_000_000_000 == 715298746
     assert parse_time("E9999 99:99:99.5") == 0
+
+
+@pytest.mark.parametrize(
+    ("read_at", "first", "second"),
+    [
+        ((2027, 1, 5, 0), "1231 23:59:50.0", "0101 00:00:10.0"),
+        # of a node whose time zone is ahead of UTC, read at once
+        ((2026, 12, 31, 20), "1231 23:59:50.0", "0101 00:00:10.0"),
+        ((2026, 11, 30, 20), "1130 23:59:50.0", "1201 00:00:10.0"),
+    ],
+)
+def test_times_go_on_over_the_end_of_a_month_and_a_year(
+    read_at: tuple[int, int, int, int], first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = calendar.timegm((*read_at, 0, 0))
+    clock = SimpleNamespace(time=lambda: now_s, gmtime=lambda at_s=now_s: time.gmtime(at_s))
+    monkeypatch.setattr(lines, "time", clock)
+    assert parse_time(f"E{second} x") - parse_time(f"E{first} x") == 20 * 1_000_000_000
 
 
 PARTS = [

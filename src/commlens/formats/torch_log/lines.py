@@ -378,11 +378,12 @@ def parse_time(text: str) -> int:
     found = _GLOG.search(text, 0, 160)
     if not found:
         return 0
-    now = time.gmtime()
+    # tomorrow: in the time zone of the log it may be the next day already
+    latest = time.gmtime(time.time() + 24 * 3600)
     month, day, hour, minute, second = (int(part) for part in found.groups()[:5])
     if not (1 <= month <= 12 and 1 <= day <= 31 and hour < 24 and minute < 60):
         return 0
-    year = now.tm_year - ((month, day) > (now.tm_mon, now.tm_mday + 1))
+    year = latest.tm_year - ((month, day) > (latest.tm_mon, latest.tm_mday))
     return calendar.timegm((year, month, day, hour, minute, second)) * 1_000_000_000 + int(
         found[6].ljust(9, "0")
     )
