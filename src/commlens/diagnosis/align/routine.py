@@ -1,13 +1,14 @@
-"""A rank's routine: compare what a rank issues with its own history, and how far ranks got at a
-line.
+"""Find whether a rank left its routine: compare what it issues with its own history. And how far
+the ranks got at a line.
 
 Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This
 breaks ties that a comparison with the other ranks cannot, such as between the two ranks of a pair.
 
-A history is written as a text with one character for each different op, such as ``abbcabbcab``:
-after the last ``ab``, the longest earlier contexts were followed by ``b``. So a rank that issues
-``b`` next follows its routine, and one that issues ``c`` or a new op leaves it; but not if ``b`` is
-a loop over layers, which ends at some time, or ``c`` a checkpoint, which comes every n-th time.
+A history is written as a text with one letter for each different op: ``abbcabbcab``, where ``a`` is
+the all_gather of one line, ``b`` and ``c`` the all_reduces of two others. After the last ``ab``,
+the longest earlier contexts were followed by ``b``. So a rank that issues ``b`` next follows its
+routine, and one that issues ``c`` or a new op leaves it; but not if ``b`` is a loop over layers,
+which ends at some time, or ``c`` a checkpoint, which comes every n-th time.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from commlens.model.collective import Collective
 from commlens.text import frame_phrase
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)  # ops before one that are looked for in the history
+_LONG_CONTEXT = 8  # ops: what followed decides, even if several ops did
+_OCCURRENCES = 16  # of a context that are looked at, the latest ones
 _LOOK_BACK = 4096  # records of a rank that are its history
-_SEEN = 2  # times that a context must have been seen: once is no routine
+_SEEN = 2  # times that a context or a round must have been seen: once is no routine
 _REPEATS = 3
 """Times that a stretch of collectives must have been repeated to be a routine, where no optimizer
 steps show it.
 """
 # times that a rank passed a place, after which a new way from there leaves the routine
 _PASSED_OFTEN = 4
-_LONGEST_LOOP = 32  # ops of a round of a loop that is told as a whole
+_LONGEST_LOOP = 32  # ops of one round of a loop that a rank ended in
 _RECENT = 2048  # records of a rank that are its routine where ranks disagree
 _MAY_LEAVE_WITHIN = 16  # records before a disagreement in which a rank may have left its routine
 _LONGEST_VISIT = 64  # ops in a part of the program that is new
@@ -46,6 +49,228 @@ new then leaves the routine.
 """
 
 _TokensOf = Callable[[Sequence[Collective]], Iterable[Hashable]]
+
+
+# --- whether a rank leaves its routine
+
+
+def leaves_routine(view: RankView, op: Collective) -> bool | None:
+    """Return whether a rank's history led one to expect another op; None without such a history."""
+    position = position_in(view.history, op)
+    if position is None:
+        return None
+    ops = view.history[: position + 1]
+    return _Text(view, ops, _as_text(map(token, ops))).leaves_at(position)
+
+
+def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | None:
+    """Return the op with which a rank leaves its routine, and the op that it used to issue in that
+    place.
+
+    It is looked for from the view's ``routine_since`` on, by default in the last two optimizer
+    steps; where no steps are counted, in the last 64 ops, at most half of all.
+    """
+    ops, skipped = view.history[-_LOOK_BACK:], max(0, len(view.history) - _LOOK_BACK)
+    if not ops:
+        return None
+    recent_step = ops[-1].step - 1
+    if view.routine_since is not None:
+        since = max(1, view.routine_since - skipped)
+    elif ops[0].step < recent_step:
+        since = next(i for i, op in enumerate(ops) if op.step >= recent_step)
+    else:
+        since = max(1, len(ops) // 2, len(ops) - 64)
+    for text in _texts(view, ops):
+        position = _Text(view, ops, text).first_departure(range(since, len(ops)))
+        if position is not None:
+            expected, _ = _expected(text, position, sure=view.has_routine(ops[position]))
+            usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
+            return ops[position], ops[usual] if usual is not None else None
+    return None
+
+
+def ever_leaves_routine(view: RankView) -> bool:
+    """Return whether a rank left its routine anywhere in its records."""
+    ops = view.history[-_LOOK_BACK:]
+    return _Text(view, ops, _texts(view, ops)[0]).first_departure(range(1, len(ops))) is not None
+
+
+def expected_next(view: RankView) -> Collective | None:
+    """Return the latest op of the kind that a rank's routine leads one to expect after its last
+    record; None if it does not decide.
+    """
+    ops = view.history[-_LOOK_BACK:]
+    sure = bool(ops) and view.has_routine(ops[-1])
+    for text in _texts(view, ops):
+        expected, _ = _expected(text, len(text), sure=True)
+        letter = expected.pop() if len(expected) == 1 else ""
+        if letter and (sure or _expected(text + letter, len(text), sure=False)[0]):
+            return ops[text.rindex(letter)]
+    return None
+
+
+def follows_history(tokens: Sequence[Hashable], position: int) -> bool | None:
+    """Return whether the token at ``position`` is one that the tokens before led one to expect
+    there; None if these do not decide. What repeats counts as steps, not as layers or parameters.
+    """
+    return _follows(_as_text(tokens), position, sure=True)
+
+
+class _Text(NamedTuple):
+    """Some of a rank's records, and one letter for each."""
+
+    view: RankView
+    ops: Sequence[Collective]
+    text: str
+
+    def leaves_at(self, position: int) -> bool | None:
+        """Return whether the rank leaves its routine with the op at ``position``; None if its
+        history does not decide.
+        """
+        sure = self.view.has_routine(self.ops[position])
+        follows = _follows(self.text, position, sure=sure)
+        if follows is None or (not follows and _is_first_visit(self.ops, position)):
+            return None
+        return not follows
+
+    def first_departure(self, positions: Iterable[int]) -> int | None:
+        """Return the first of these positions at which the rank leaves its routine; None if it
+        keeps it.
+        """
+        return next((position for position in positions if self.leaves_at(position)), None)
+
+
+def _follows(text: str, position: int, *, sure: bool) -> bool | None:
+    """Return whether the letter at ``position`` follows from the letters before; None if these do
+    not decide. ``sure``: what repeats is known to be steps, not layers or parameters.
+    """
+    expected, period = _expected(text, position, sure=sure)
+    if not expected:
+        return None
+    if text[position] in expected:
+        return True
+    return False if _is_departure(text, position, expected, period) else None
+
+
+def _is_departure(text: str, position: int, expected: set[str], period: int) -> bool:
+    """Return whether an unexpected letter is a departure.
+
+    It is none if it ends the loop that repeats before it: all loops end once. It is none either if
+    it is an event that comes from time to time in this place: a checkpoint comes every so many
+    steps, which is longer than the context that was compared.
+    """
+    before, letter = text[position - 1], text[position]
+    if before + letter in text[:position]:  # an event that came in this place before
+        is_early = _is_due(text, position, letter) is False
+        return is_early or any(_is_due(text, position, other) for other in expected)
+    if letter not in text[:position]:
+        return True
+    # It never came in this place. If it is one of the round that repeats, it comes at the wrong
+    # place of it; else it ends that loop. Where different letters came here, none need come.
+    return len(expected) == 1 and letter in text[position - period : position]
+
+
+def _is_due(text: str, position: int, letter: str) -> bool | None:
+    """Return whether it is time for ``letter``, which has come after every n-th of the letters
+    before it; None if n is not constant. In ``aaacaaacaaacaaa``, the ``c`` comes after every third
+    ``a``, and is due.
+    """
+    before = text[position - 1]
+    places = [i for i in range(position) if text[i] == before]
+    came = [number for number, place in enumerate(places[:-1]) if text[place + 1] == letter]
+    intervals = {after - earlier for earlier, after in pairwise(came)}
+    if len(came) < 3 or len(intervals) != 1:
+        return None
+    return len(places) - 1 - came[-1] >= intervals.pop()
+
+
+def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
+    """Return the letters that followed the longest earlier occurrences of the context before
+    ``position``, and how far back the latest is: in ``abbcabbcab``, at the end, ``b``, and 4.
+
+    No letters without earlier occurrences, or if a short context was followed by different letters.
+    Unless ``sure``, also none if what repeats may be a loop over layers or parameters: all loops
+    end once.
+    """
+    history = text[:position]
+    for length in _CONTEXTS:
+        if length > position:
+            continue
+        context = history[-length:]
+        sequels: set[str] = set()
+        seen = 0
+        at = latest = history.rfind(context, 0, position - 1)  # the last one before the end
+        while at >= 0 and seen < _OCCURRENCES:
+            sequels.add(text[at + length])
+            seen += 1
+            at = history.rfind(context, 0, at + length - 1)
+        if seen >= _SEEN:
+            period = position - length - latest
+            decides = len(sequels) == 1 or length >= _LONG_CONTEXT
+            if decides and (sure or _is_inside_loop(text, position, period)):
+                return sequels, period
+            return set(), period
+    return set(), 0
+
+
+def _is_inside_loop(text: str, position: int, period: int) -> bool:
+    """Return whether the letters before ``position`` repeat for long with this period, and the
+    letter there does not just end that loop: in ``abababab``, an ``a`` or ``b`` does not, a ``c``
+    may.
+    """
+    start, far = position, max(period, position - _LONG_RUN)
+    while start > far and text[start - 1] == text[start - 1 - period]:
+        start -= 1
+    run = position - start
+    if run < min(_REPEATS * period, _CONTEXTS[0]):
+        return False
+    return run >= _LONG_RUN or text[position] in text[position - period : position]
+
+
+def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
+    """Return whether a rank has just entered a part of the program where it never was before, such
+    as the evaluation after the first epoch: then the others may be wrong to stay away.
+
+    It did if its last collectives, up to this one, are all from lines that it issued nothing from
+    before them.
+    """
+    lines = ops[position].call_lines
+    if _has_passed_often(ops, position):
+        # It passed this place in many steps and never went there. But what the function with the
+        # loop does after it is new as well.
+        is_new = all(op.call_lines != lines for op in ops[:position])
+        return is_new and _is_after_loop(lines, ops[position - 1].call_lines)
+    first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
+    is_too_long = first < position - _LONGEST_VISIT
+    is_routine_by_now = ops[position].step >= ops[first].step + _REPEATS
+    if not lines or first == 0 or is_too_long or is_routine_by_now:
+        return False
+    visited = {op.call_lines for op in ops[first : position + 1]}
+    return all(op.call_lines not in visited for op in ops[:first])
+
+
+def _has_passed_often(ops: Sequence[Collective], position: int) -> bool:
+    """Return whether a rank often went on from the lines of the op before ``position``."""
+    passed = ops[position - 1].call_lines
+    at = [i for i in range(position - 1) if ops[i].call_lines == passed]
+    steps = [
+        ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step
+    ]
+    # Two lines may take turns several times in a step: where steps are counted, it passes once.
+    return len(set(steps) if ops[position].step else steps) >= _PASSED_OFTEN
+
+
+def _is_after_loop(lines: Sequence[tuple[str, int]], passed: Sequence[tuple[str, int]]) -> bool:
+    """Return whether a call comes from a function whose loop made the call before: ``validate()``
+    at line 30 of ``main``, after ``train_step()`` in the loop at line 20 of ``main``.
+    """
+    outside = len(passed) - len(lines)
+    return (
+        bool(lines)
+        and outside > 0
+        and lines[0] != passed[outside]
+        and lines[1:] == passed[outside + 1 :]
+    )
 
 
 # --- a history as a text
@@ -61,10 +286,23 @@ def position_in(history: Sequence[Collective], op: Collective) -> int | None:
 
 def token(op: Collective) -> tuple[Hashable, ...]:
     """Return the token that identifies an op in a rank's routine: its kind, group, peer and root,
-    the lines that issue it, and its sizes, but those of all_to_all, which may vary from step to
-    step.
+    the lines that issue it, and its sizes. Those of all_to_all may vary from step to step, as the
+    tokens that a router sends, so they are left out.
     """
     return (*loose_token(op), _sizes(op) if op.op != "all_to_all" else ())
+
+
+def loose_token(op: Collective) -> tuple[Hashable, ...]:
+    """Return the token without sizes, for programs in which these vary."""
+    return (
+        op.op,
+        op.channel.group.kind,
+        op.channel.group.incarnation,
+        op.channel.device,
+        op.peer,
+        op.args.root,
+        op.call_lines,
+    )
 
 
 def _sizes(op: Collective) -> Hashable:
@@ -89,202 +327,6 @@ def _exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
     ]
 
 
-def loose_token(op: Collective) -> tuple[Hashable, ...]:
-    """Return the token without sizes, for programs in which these vary."""
-    return (
-        op.op,
-        op.channel.group.kind,
-        op.channel.group.incarnation,
-        op.channel.device,
-        op.peer,
-        op.args.root,
-        op.call_lines,
-    )
-
-
-def follows_history(tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
-    """Return whether the token at ``position`` is one that history led one to expect there; None if
-    history does not decide.
-
-    Args:
-        tokens: the history.
-        position: of the token.
-        sure: whether what repeats in the history is known to be steps, not layers or parameters.
-    """
-    return _follows(_as_text(tokens), position, sure=sure)
-
-
-class _Text(NamedTuple):
-    """Some of a rank's records, and one character for each."""
-
-    view: RankView
-    ops: Sequence[Collective]
-    text: str
-
-    def leaves_at(self, position: int) -> bool | None:
-        """Return whether the rank leaves its routine with the op at ``position``; None if its
-        history does not decide.
-        """
-        sure = self.view.has_routine(self.ops[position])
-        follows = _follows(self.text, position, sure=sure)
-        if follows is None or (not follows and _is_first_visit(self.ops, position)):
-            return None
-        return not follows
-
-    def first_departure(self, positions: Iterable[int]) -> int | None:
-        """Return the first of these positions at which the rank leaves its routine; None if it
-        keeps it.
-        """
-        return next((position for position in positions if self.leaves_at(position)), None)
-
-
-def leaves_routine(view: RankView, op: Collective) -> bool | None:
-    """Return whether a rank's history led one to expect another op; None without such a history."""
-    position = position_in(view.history, op)
-    if position is None:
-        return None
-    ops = view.history[: position + 1]
-    return _Text(view, ops, _as_text(map(token, ops))).leaves_at(position)
-
-
-def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
-    """Return whether a rank has just entered a part of the program where it never was before: then
-    the others may be wrong to stay away.
-
-    It did if its last collectives, up to this one, are all from lines that it issued nothing from
-    before them.
-    """
-    lines = ops[position].call_lines
-    if _has_passed_often(ops, position):
-        # It passed this place in many steps and never went there. But what the function with the
-        # loop does after it is new as well.
-        is_new = all(op.call_lines != lines for op in ops[:position])
-        return is_new and _is_after_loop(lines, ops[position - 1].call_lines)
-    first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
-    if (
-        not lines
-        or first < position - _LONGEST_VISIT
-        or ops[position].step >= ops[first].step + _REPEATS
-    ):
-        return False
-    since = {ops[i].call_lines for i in range(first, position + 1)}
-    return first > 0 and all(ops[i].call_lines not in since for i in range(first))
-
-
-def _has_passed_often(ops: Sequence[Collective], position: int) -> bool:
-    """Return whether a rank often went on from the lines of the op before ``position``."""
-    passed = ops[position - 1].call_lines
-    at = [i for i in range(position - 1) if ops[i].call_lines == passed]
-    left = [
-        ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step
-    ]
-    # Two lines may take turns several times in a step.
-    return len(set(left) if ops[position].step else left) >= _PASSED_OFTEN
-
-
-def _is_after_loop(lines: Sequence[tuple[str, int]], passed: Sequence[tuple[str, int]]) -> bool:
-    """Return whether a call comes from a function whose loop made the call before."""
-    outside = len(passed) - len(lines)
-    return (
-        bool(lines)
-        and outside > 0
-        and lines[0] != passed[outside]
-        and lines[1:] == passed[outside + 1 :]
-    )
-
-
-def _follows(text: str, position: int, *, sure: bool) -> bool | None:
-    """Return whether the letter at ``position`` follows from the letters before; None if these do
-    not decide.
-    """
-    expected, period = _expected(text, position, sure=sure)
-    if not expected or text[position] in expected:
-        return True if expected else None
-    return False if _is_departure(text, position, expected, period) else None
-
-
-def _is_departure(text: str, position: int, expected: set[str], period: int) -> bool:
-    """Return whether an unexpected letter is a departure.
-
-    It is none if it ends the loop that repeats before it: all loops end once. It is none either if
-    it is an event that comes from time to time in this place: a checkpoint comes every so many
-    steps, which is longer than the context that was compared. Where different events came before,
-    none of them need come this time.
-    """
-    before, letter = text[position - 1], text[position]
-    if before + letter not in text[:position]:
-        return (
-            len(expected) == 1 and letter in text[position - period : position]
-        ) or letter not in text[:position]
-    return _is_due(text, position, letter) is False or any(
-        _is_due(text, position, other) for other in expected
-    )
-
-
-def _is_due(text: str, position: int, letter: str) -> bool | None:
-    """Return whether it is time for ``letter``, which has come after every n-th of the letters
-    before it; None if n is not constant.
-    """
-    before = text[position - 1]
-    places = [i for i in range(position) if text[i] == before]
-    came = [number for number, place in enumerate(places[:-1]) if text[place + 1] == letter]
-    intervals = {after - earlier for earlier, after in pairwise(came)}
-    return (
-        len(places) - 1 - came[-1] >= intervals.pop()
-        if len(came) > 2 and len(intervals) == 1
-        else None
-    )
-
-
-def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
-    """Return the letters that followed the longest earlier occurrences of the context before
-    ``position``, and how far back the latest is.
-
-    No letters without earlier occurrences, or if a short context was followed by different letters.
-    Unless ``sure``, also none if what repeats may be a loop over layers or parameters: all loops
-    end once.
-    """
-    history = text[:position]
-    for length in _CONTEXTS:
-        if length > position:
-            continue
-        context = history[-length:]
-        sequels: set[str] = set()
-        seen = 0
-        at = latest = history.rfind(context, 0, position - 1)
-        while at >= 0 and seen < 16:
-            sequels.add(text[at + length])
-            seen += 1
-            at = history.rfind(context, 0, at + length - 1)
-        if seen >= _SEEN:
-            period = position - length - latest
-            known = len(sequels) == 1 or length >= 8
-            return (
-                sequels if known and (sure or _is_inside_loop(text, position, period)) else set()
-            ), period
-    return set(), 0
-
-
-def _is_inside_loop(text: str, position: int, period: int) -> bool:
-    """Return whether the letters before ``position`` repeat for long with this period, and the
-    letter there does not just end that loop.
-    """
-    start, far = position, max(period, position - _LONG_RUN)
-    while start > far and text[start - 1] == text[start - 1 - period]:
-        start -= 1
-    run = position - start
-    if run < min(_REPEATS * period, _CONTEXTS[0]):
-        return False
-    return run >= _LONG_RUN or text[position] in text[position - period : position]
-
-
-def _as_text(tokens: Iterable[Hashable]) -> str:
-    """Map each different token to one character, because searching a string is fast."""
-    letters: dict[Hashable, int] = {}
-    codes = [0x100 + letters.setdefault(one, len(letters)) for one in tokens]
-    return "".join(chr(code if code < 0xD800 else code + 0x800) for code in codes)
-
-
 def _texts(view: RankView, ops: Sequence[Collective]) -> tuple[str, str]:
     """Return a rank's ops as a text twice: by their tokens, and by their loose tokens.
 
@@ -303,50 +345,11 @@ def _texts(view: RankView, ops: Sequence[Collective]) -> tuple[str, str]:
     return _as_text(tokens), _as_text(loose)
 
 
-def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | None:
-    """Return the op with which a rank leaves its routine, and the op that it used to issue in that
-    place.
-
-    It is looked for from the view's ``routine_since`` on, by default in the last two optimizer
-    steps.
-    """
-    ops, skipped = view.history[-_LOOK_BACK:], max(0, len(view.history) - _LOOK_BACK)
-    if not ops:
-        return None
-    recent_step = ops[-1].step - 1
-    if view.routine_since is not None:
-        since = max(1, view.routine_since - skipped)
-    elif ops[0].step < recent_step:
-        since = next(i for i, op in enumerate(ops) if op.step >= recent_step)
-    else:
-        since = max(1, len(ops) // 2, len(ops) - 64)
-    for text in _texts(view, ops):
-        position = _Text(view, ops, text).first_departure(range(since, len(ops)))
-        if position is not None:
-            expected, _ = _expected(text, position, sure=view.has_routine(ops[position]))
-            usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
-            return ops[position], ops[usual] if usual is not None else None
-    return None
-
-
-def expected_next(view: RankView) -> Collective | None:
-    """Return the latest op of the kind that a rank's routine leads one to expect after its last
-    record; None if it does not decide.
-    """
-    ops = view.history[-_LOOK_BACK:]
-    sure = bool(ops) and view.has_routine(ops[-1])
-    for text in _texts(view, ops):
-        expected, _ = _expected(text, len(text), sure=True)
-        letter = expected.pop() if len(expected) == 1 else ""
-        if letter and (sure or _expected(text + letter, len(text), sure=False)[0]):
-            return ops[text.rindex(letter)]
-    return None
-
-
-def ever_leaves_routine(view: RankView) -> bool:
-    """Return whether a rank left its routine anywhere in its records."""
-    ops = view.history[-_LOOK_BACK:]
-    return _Text(view, ops, _texts(view, ops)[0]).first_departure(range(1, len(ops))) is not None
+def _as_text(tokens: Iterable[Hashable]) -> str:
+    """Map each different token to one character, because searching a string is fast."""
+    letters: dict[Hashable, int] = {}
+    codes = [0x100 + letters.setdefault(one, len(letters)) for one in tokens]
+    return "".join(chr(code if code < 0xD800 else code + 0x800) for code in codes)
 
 
 # --- the loop in which a rank ended
@@ -379,6 +382,7 @@ def find_loop(view: RankView) -> Loop | None:
         return None
     text = _texts(view, ops)[1]
     if len(set(text)) == len(text) and all(op.is_point_to_point for op in ops):
+        # a schedule of a pipeline, written out: each message is from a line of its own
         text = _as_text([(op.op, op.channel.key, op.peer) for op in ops])
     period, start = _longest_repetition(text)
     if period < 2 or len(set(text[start : start + period])) < period:
@@ -463,7 +467,8 @@ RANKS_MAX = 256
 
 def count_rounds(job: JobIndex, op: Collective, *, of_all: bool = False) -> Rounds | None:
     """Return how far the ranks got at the line of an op; None if no majority of the job got equally
-    far, or if all did. With ``of_all``, ranks that never came there got to 0.
+    far, or if all did: at train.py:20, rank 3 to all_reduce #38, and ranks 0-2 to #40. With
+    ``of_all``, ranks that never came there got to 0.
     """
     by_number: dict[int, list[int]] = defaultdict(list)
     for rank, view in sorted(job.views.items()) if op.source is not None else ():

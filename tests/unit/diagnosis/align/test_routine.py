@@ -137,9 +137,9 @@ def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -
     """
     step = "aaabbcbcc"
     history = "".join(["s" * (i % 3 == 2) + "eee" * (i % 2) + step for i in range(4)])
-    assert follows_history(history + step, len(history), sure=True) is not False
-    assert follows_history(history + "b", len(history), sure=True) is not True
-    assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False
+    assert follows_history(history + step, len(history)) is not False
+    assert follows_history(history + "b", len(history)) is not True
+    assert follows_history(step * 4 + "b", 4 * len(step)) is False
 
 
 def test_an_all_to_all_of_another_size_in_each_step_does_not_leave_the_routine() -> None:

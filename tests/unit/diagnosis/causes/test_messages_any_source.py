@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from builders import Die, Job, Stay, all_reduce, from_any_then_from_one, recv, send
+import pytest
+from builders import (
+    Die,
+    Job,
+    Op,
+    Stay,
+    Wait,
+    all_reduce,
+    collective,
+    from_any_then_from_one,
+    recv,
+    send,
+)
 from goldens import hold
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.cause import TakenMessage
+from commlens.model.collective import ProcessGroup
 from commlens.model.ranklog import End, Observation
 from commlens.model.verdict import Verdict
 
@@ -35,11 +48,31 @@ def test_the_receive_from_any_source_took_the_message() -> None:
     assert cause.races
 
 
-def test_messages_that_a_collective_orders_do_not_race() -> None:
+@pytest.mark.parametrize(
+    ("between", "waits", "races"),
+    [
+        (lambda world: all_reduce(world, line=30), False, False),
+        (lambda world: all_reduce(world, line=30, is_async=True, handle="a"), True, False),
+        # rank 2 issues its send before it waits for the all_reduce
+        (lambda world: all_reduce(world, line=30, is_async=True, handle="a"), False, True),
+        (lambda world: collective("broadcast", world, line=30, root=1), False, False),
+        # rank 2 can leave the broadcast before rank 1 comes to it
+        (lambda world: collective("broadcast", world, line=30, root=0), False, True),
+        (lambda world: collective("reduce", world, line=30, root=2), False, False),
+        (lambda world: collective("reduce", world, line=30, root=0), False, True),
+    ],
+)
+def test_messages_that_a_collective_orders_do_not_race(
+    between: Callable[[ProcessGroup], Op], waits: bool, races: bool
+) -> None:
+    """Rank 1 sends before a collective and rank 2 after it."""
+
     def program(job: Job, rank: int) -> Iterator[object]:
         if rank == 1:
             yield send(job.world, 0, line=20)
-        yield all_reduce(job.world, line=30)
+        yield between(job.world)
+        if waits:
+            yield Wait("a")
         if rank == 2:
             yield send(job.world, 0, line=21)
         if rank == 0:
@@ -49,7 +82,7 @@ def test_messages_that_a_collective_orders_do_not_race() -> None:
 
     cause = judge(3, program).findings[0].cause
     assert isinstance(cause, TakenMessage)
-    assert not cause.races
+    assert cause.races is races
 
 
 def test_a_sender_that_has_ended_sends_no_more() -> None:
