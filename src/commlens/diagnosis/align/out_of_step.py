@@ -1,6 +1,6 @@
 """Find ranks that are out of step: a rank skipped a collective or issued one too many, and
 everything after it pairs up wrongly. Find those, too, that once issued collectives of one shape in
-another order.
+another order (:class:`SwappedOrder`).
 
 Say all issue one all_reduce at each of the lines 20 to 23, and rank 1 skips line 21 once::
 
@@ -9,9 +9,10 @@ Say all issue one all_reduce at each of the lines 20 to 23, and rank 1 skips lin
     rank 1    20  22  23  20  21  22
 
 Where the ops and the shapes agree, nothing hangs, and only the source lines and the optimizer steps
-show it: from number 2 on, rank 1 is 1 collective ahead (:class:`Shift`). Lines may legally differ
-between ranks (``if rank == 0: ... else: ...``), so each line of the rank is first translated into
-the line of the others that it met before.
+show it: from number 2 on, rank 1 is 1 collective ahead (:class:`Shift`), as its line 22 under
+number 2 is that of the others under number 3. Lines may legally differ between ranks (``if rank ==
+0: ... else: ...``), so each line of the rank is first translated into the line of the others that
+it met before.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     if job.foreign:
         from commlens.diagnosis.index.columns import representatives
 
-        told = representatives({rank: track.ops for rank, track in tracks.items()})
-        tracks = {rank: tracks[rank] for rank in told}
+        few = representatives({rank: track.ops for rank, track in tracks.items()})
+        tracks = {rank: tracks[rank] for rank in few}
     numbers = sorted({number for track in tracks.values() for number in track.ops})
     suspects = _suspects(tracks, numbers)
     if not suspects:
         return []
     if len(tracks) == 2:
         return _shift_of_two(job, tracks)
+    # if most ranks differ somewhere, too few are left to show what is usual
     trusted = tracks.keys() if is_majority(len(suspects), len(tracks)) else tracks.keys() - suspects
     shifts = []
     for rank in sorted(suspects):
@@ -107,15 +109,19 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
     same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
     if not same:  # perhaps the line of a helper, called from another place
         return "either" if any((op.op, op.source) == (own.op, own.source) for op in history) else ""
+    # How many like ``expected`` came between the last two like ``own``, and since the last one? If
+    # the rank used to issue ``e o e o`` and now issues ``o`` after ``o``: 1, and 0.
     wanted = (expected.op, expected.channel.key)
     previous, latest = [-1, *same][-2:]
     is_wanted = [(op.op, op.channel.key) == wanted for op in history]
     between, since = sum(is_wanted[previous + 1 : latest]), sum(is_wanted[latest + 1 :])
     if since >= between:
         return ""
+    # ``own`` is an extra op if it came before its time, in optimizer steps
     last = history[latest].step
     usual = last - history[previous].step if previous >= 0 else 0
-    return "skipped" if between == 1 or 0 < usual <= own.step - last else "either"
+    in_time = 0 < usual <= own.step - last
+    return "skipped" if between == 1 or in_time else "either"
 
 
 def steps_ahead(job: JobIndex, rank: int, own: Collective, other: Collective) -> int:
@@ -144,16 +150,13 @@ def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
     suspects: set[int] = set()
     # A rank's records share their arguments and stacks, so most of the work is done once for each
     # of these.
-    sizes: dict[int, tuple[int, ...]] = {}
-    lines: dict[int, Hashable] = {}
+    requests: dict[tuple[int, int], Hashable] = {}
 
     def token_of(op: Collective) -> Hashable:
-        args, stack = id(op.args), id(op.stack)
-        if args not in sizes:
-            sizes[args] = _sizes(op)
-        if stack not in lines:
-            lines[stack] = line_of(op)
-        return (op.args.op, op.step, sizes[args], lines[stack])
+        shared = (id(op.args), id(op.stack))
+        if shared not in requests:
+            requests[shared] = _request(op)
+        return (requests[shared], op.step)
 
     for number in numbers:
         tokens = {
@@ -173,9 +176,13 @@ def _sizes(op: Collective) -> tuple[int, ...]:
     return tuple(spec.numel for spec in op.args.inputs)
 
 
+def _request(op: Collective) -> Hashable:
+    return (op.op, _sizes(op), line_of(op))
+
+
 def _kind(op: Collective) -> Hashable:
     """Return the properties that are equal on ranks that issue the same op."""
-    return (op.op, op.step, _sizes(op), line_of(op))
+    return (_request(op), op.step)
 
 
 def _agree(tracks: Mapping[int, Track], number: int, usual: Collective) -> int:
@@ -202,7 +209,8 @@ def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int,
 
 class _Matcher:
     """Compares a rank's collectives with those of the others, and learns which of their lines each
-    line of the rank meets.
+    line of the rank meets: if rank 0 issues from line 30 what the others issue from line 35, line
+    30 meets line 35.
     """
 
     def __init__(self, *, compare_steps: bool) -> None:
@@ -374,7 +382,6 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
         for rank, other in pairs
         if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
     ]
-
     left = [shift.rank for shift in shifts if leaves_routine(job.views[shift.rank], shift.own)]
     paced = [shift.rank for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
     sides = [[first], [second]]
@@ -395,12 +402,16 @@ def _changes_pace(track: Track, op: Collective) -> bool:
     return len(gaps) > 2 and gaps[-1] not in gaps[:-1]
 
 
+# --- swapped orders
+
 _LONGEST = 16  # collectives in a row that can be in another order
 _MET_BEFORE = 4  # times that two lines must have met
 
 
 class SwappedOrder(msgspec.Struct):
-    """From ``number`` on, ``rank`` issued the collectives of the others in another order."""
+    """From ``number`` on, ``rank`` issued the collectives of the others in another order: from line
+    22 and then 21 what the others issued from line 21 and then 22.
+    """
 
     rank: int
     number: int
@@ -431,6 +442,9 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
 
 
 def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrder]:
+    """Return the swapped order of the one of two ranks that leaves its routine; none if both do, or
+    none does.
+    """
     both = (swap, _from_the_other_side(base, swap))
     left = [one.rank for one in both if leaves_routine(job.views[one.rank], one.own[0])]
     culprits, _ = by_routine([[one.rank] for one in both], left) or UNDECIDED
@@ -440,6 +454,7 @@ def _odd_of_two(job: JobIndex, base: int, swap: SwappedOrder) -> list[SwappedOrd
 def _odd_swaps(
     base: int, ranks: Iterable[int], swaps: Sequence[SwappedOrder]
 ) -> list[SwappedOrder]:
+    """Return the swapped orders of the minority, which may be ``base`` alone."""
     swapped = [swap.rank for swap in swaps]
     alike = [rank for rank in ranks if rank not in swapped]
     culprits, _ = by_majority([alike, swapped]) or UNDECIDED
@@ -459,7 +474,7 @@ def _compare(
     line_of: Callable[[Collective], Hashable],
 ) -> SwappedOrder | None:
     """Return the one stretch of collectives whose lines meet the reference's lines in another
-    order, if there is exactly one.
+    order; None if there is not exactly one. ``line_of`` returns the lines to compare.
     """
     numbers = sorted(set(track.ops) & set(reference))
     met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)

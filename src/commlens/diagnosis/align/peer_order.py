@@ -1,10 +1,14 @@
 """Find ranks that issue the collectives of several groups, or messages and collectives, in another
-order than their peers.
+order than their peers. And compare what a group issues with the other groups of its kind.
 
 Ranks use groups of one kind alike, such as the rows of a mesh, and come to the line of a message
 equally often. So ranks that have issued equally many collectives of each kind, and messages from
 one line, should continue with the same. Say that after 5 collectives in their row and 2 in their
-column, ranks 0-2 continued in their row and rank 3 in its column: rank 3 left the order.
+column, ranks 0-2 continued in their row and rank 3 in its column: rank 3 left the order, and
+:func:`find_reordered` returns its column #3 with a peer's row #6.
+
+Where two ranks of a row disagree, nobody has a majority. But if the ranks of all other rows issued
+an all_reduce there, the one that issued another op is odd (:func:`like_other_groups`).
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ from commlens.diagnosis.align.tie_break import is_majority
 from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView, Track
 from commlens.model.collective import ChannelKey, Collective, Frame
 
-_BEFORE, _AFTER = 32, 128  # records of a rank to compare, around its first collective in flight
+_BEFORE, _AFTER = 32, 128  # records of a rank to compare, around its first op in flight
 
 Line = tuple[str, Frame]
 """``"send"`` or ``"recv"``, and the source line."""
-_MESSAGE: GroupKind = ("", 0, 0, 0)
+_MESSAGE: GroupKind = ("", 0, 0, 0)  # stands for a message among the kinds of groups
+
+
+# --- the order in which ranks continue
 
 
 def find_reordered(
@@ -41,86 +48,22 @@ def find_reordered(
     """
     kinds = job.group_kinds
     used = {kinds[key] for key in keys if key in kinds}  # not of calls that make groups
-    found = _find(job, keys, kinds, used, None) if len(used) > 1 else {}
-    for line in (
-        sorted(lines, key=lambda line: (line[0], line[1].file, line[1].line))
-        if used and not found
-        else ()
-    ):
-        for rank, place in _find(job, keys, kinds, used, line).items():
-            found.setdefault(rank, place)
+    found = _find(job, keys, used, None) if len(used) > 1 else {}
+    if found or not used:
+        return found
+    for line in sorted(lines, key=lambda line: (line[0], line[1].file, line[1].line)):
+        for rank, ops in _find(job, keys, used, line).items():
+            found.setdefault(rank, ops)
     return found
 
 
-def like_other_groups(
-    job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]
-) -> list[Sequence[int]]:
-    """Return the sides whose collective is the one that all other groups of the kind have under
-    this number; none if these differ.
-
-    Args:
-        job: the indexed ranks.
-        key: the group's channel.
-        number: of the collective on which its ranks disagree.
-        sides: the ranks that agree with each other.
-    """
-    votes = _votes(job, key, number) - _votes_of(job, key, number)
-    if len(votes) != 1 or votes.total() < 2:
-        return []
-    tracks = job.tracks_on(key)
-    return [
-        side
-        for side in sides
-        if {_request(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
-    ]
-
-
-def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
-    """Return whether these ranks, a minority in their group, are none in all groups of its kind
-    together.
-    """
-    own = _votes_of(job, key, number)
-    tracks = job.tracks_on(key)
-    odd = {
-        _request(tracks[rank].ops[number])
-        for rank in ranks
-        if rank in tracks and number in tracks[rank].ops
-    }
-    votes = _votes(job, key, number)
-    return votes.total() > own.total() and sum(votes[each] for each in odd) * 2 >= votes.total()
-
-
-def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
-    """Count what all ranks issue under a number in the groups of one kind."""
-    votes: Counter[Hashable] = Counter()
-    for other, kind in job.group_kinds.items():
-        if kind == job.group_kinds[key]:
-            votes += _votes_of(job, other, number)
-    return votes
-
-
-def _votes_of(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
-    return Counter(
-        _request(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops
-    )
-
-
-def _request(op: Collective) -> Hashable:
-    """Return what is equal for the same collective in two groups of one kind: its arguments, with
-    the root's place in the group, and its lines.
-    """
-    args, ranks = op.args, op.channel.group.ranks
-    root = ranks.index(args.root) if args.root in ranks else args.root
-    return (args.op, args.inputs, args.outputs, args.reduce_op, root, op.call_lines)
-
-
 def _find(
-    job: JobIndex,
-    keys: Collection[ChannelKey],
-    kinds: Mapping[ChannelKey, GroupKind],
-    used: Collection[GroupKind],
-    line: Line | None,
+    job: JobIndex, keys: Collection[ChannelKey], used: Collection[GroupKind], line: Line | None
 ) -> dict[int, tuple[Collective, Collective]]:
+    """Do the work of :func:`find_reordered` for the groups of some kinds, and the messages from one
+    line or none.
+    """
+    kinds = job.group_kinds
     own = _channels_of_ranks(kinds, used)
     found: dict[int, tuple[Collective, Collective]] = {}
     members = {member for key in keys for member in key[2]} & job.views.keys()
@@ -135,10 +78,9 @@ def _find(
         theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
         for rank, op in ops.items():
             is_first = rank not in found or op.index < found[rank][0].index
-            channel = own[rank].get(usual)
             if of_rank[rank] == usual or not is_first:
                 continue
-            if _left_out(job.views[rank], op, theirs, channel, line):
+            if _left_out(job.views[rank], op, theirs, own[rank].get(usual), line):
                 found[rank] = (op, theirs)
     return found
 
@@ -146,6 +88,7 @@ def _find(
 def _channels_of_ranks(
     kinds: Mapping[ChannelKey, GroupKind], used: Collection[GroupKind]
 ) -> Mapping[int, Mapping[GroupKind, ChannelKey]]:
+    """Return each rank's own channels, by kind: its row, its column."""
     own: dict[int, dict[GroupKind, ChannelKey]] = defaultdict(dict)
     for key, kind in kinds.items():
         for rank in key[2] if kind in used else ():
@@ -161,7 +104,8 @@ def _continued(
     line: Line | None,
 ) -> Iterable[dict[int, Collective]]:
     """Return, for each state that ranks with channels of all these kinds were in, the op with which
-    each rank continued.
+    each rank continued: after 5 in their row and 2 in their column, ``{0: row #6, 1: row #6, 3:
+    column #3}``.
     """
     following: dict[tuple[int, ...], dict[int, Collective]] = defaultdict(dict)
     for rank in ranks:
@@ -176,7 +120,9 @@ def _usual(of_rank: Mapping[int, GroupKind], voters: int) -> GroupKind | None:
     of the voters.
     """
     [(usual, most), *others] = Counter(of_rank.values()).most_common()
-    # Not all ranks come to a line: those that do may all be of one half of the job.
+    # Not all ranks come to the line of a message: those that do may all be of one half of the job,
+    # and the other half may do as the odd one. So all ranks of the job are voters then, unless
+    # one of at least four is alone.
     is_one_alone = most > 2 and len(of_rank) - most == 1
     is_usual = is_majority(most, len(of_rank) if is_one_alone else voters)
     return usual if others and is_usual else None
@@ -295,3 +241,68 @@ def _issued_from(view: RankView, line: Line, start: int, first: int) -> int:
     if view.wrapped and first:
         return first - 1
     return _last_from(view.history[:start], line) or (-1 if view.wrapped else 0)
+
+
+# --- the other groups of a kind
+
+
+def like_other_groups(
+    job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Return the sides whose collective is the one that all other groups of the kind have under
+    this number; none if these differ.
+
+    Args:
+        job: the indexed ranks.
+        key: the group's channel.
+        number: of the collective on which its ranks disagree.
+        sides: the ranks that agree with each other.
+    """
+    votes = _votes(job, key, number) - _votes_of(job, key, number)
+    if len(votes) != 1 or votes.total() < 2:
+        return []
+    tracks = job.tracks_on(key)
+    return [
+        side
+        for side in sides
+        if {_request(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()
+    ]
+
+
+def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
+    """Return whether these ranks, a minority in their group, are none in all groups of its kind
+    together.
+    """
+    own = _votes_of(job, key, number)
+    tracks = job.tracks_on(key)
+    odd = {
+        _request(tracks[rank].ops[number])
+        for rank in ranks
+        if rank in tracks and number in tracks[rank].ops
+    }
+    votes = _votes(job, key, number)
+    return votes.total() > own.total() and sum(votes[each] for each in odd) * 2 >= votes.total()
+
+
+def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
+    """Count what all ranks issue under a number in the groups of one kind."""
+    votes: Counter[Hashable] = Counter()
+    for other, kind in job.group_kinds.items():
+        if kind == job.group_kinds[key]:
+            votes += _votes_of(job, other, number)
+    return votes
+
+
+def _votes_of(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
+    return Counter(
+        _request(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops
+    )
+
+
+def _request(op: Collective) -> Hashable:
+    """Return what is equal for the same collective in two groups of one kind: its arguments, with
+    the root's place in the group, and its lines.
+    """
+    args, ranks = op.args, op.channel.group.ranks
+    root = ranks.index(args.root) if args.root in ranks else args.root
+    return (args.op, args.inputs, args.outputs, args.reduce_op, root, op.call_lines)
