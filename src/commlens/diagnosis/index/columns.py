@@ -1,5 +1,5 @@
-"""Other tools' dumps as columns: one array value per operation, turned into :class:`Collective`
-objects only on access.
+"""Hold other tools' dumps as columns: one array value per operation, turned into
+:class:`Collective` objects only on access.
 
 Thousands of ranks with thousands of operations are too many for objects. In columns, the operation
 in row 7 has its sequence number in ``dump.sequence[7]``, and ``dump.args_index[7]`` is the place of
@@ -8,8 +8,9 @@ its arguments in the table ``dump.args``, which all operations with equal argume
 First, :func:`reduce_dump` makes the columns of one file smaller, in a worker process: a coalesced
 group becomes one operation, an entry that only closes a point-to-point batch is dropped, and of
 each stack only the lines of the user's code are kept. Then an :class:`Interner` stores once what
-many ranks share. :class:`RankOps` and :class:`ColumnOps` give access to them as collectives, and
-:func:`differing_numbers` compares ranks without making any.
+many ranks share. ``RankOps(dump, ...)[7]`` is row 7 as a collective, ``ColumnOps(...)[40]`` the
+collective with number 40 of one channel. :func:`differing_numbers` compares ranks without making
+any.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire
 _LINES = 4  # of the user's code kept of each stack
 T = TypeVar("T")
 
+# columns that only the reduction reads
 _DROPPED = ("op_id", "retired", "p2p", "started_ns", "duration_ns", "timeout_ms", "closes")
 
 
@@ -119,9 +121,9 @@ def _merge_coalesced(rows: RankColumns) -> tuple[list[CollectiveArgs], Integers,
     starts = np.flatnonzero(np.diff(rows.coalesced[order], prepend=0))
     merged: dict[tuple[int, ...], int] = {}
     for members in np.split(order, starts[1:]):
-        if rows.p2p[members].any():
+        if rows.p2p[members].any():  # a batch of messages: each is an operation of its own
             continue
-        inner = members[~rows.closes[members]]
+        inner = members[~rows.closes[members]]  # without the entry that closes the group
         last = members[-1]
         keep[members] = False
         keep[last] = True
@@ -199,8 +201,8 @@ class SharedIds:
 
 
 def _signature(args: CollectiveArgs) -> Hashable:
-    """Return what must be equal on all ranks, as far as other recorders show it: they omit the
-    splits of all_to_all.
+    """Return what must be equal on all ranks, as far as other recorders show it: of an all_to_all,
+    whose sizes may differ, they omit the splits.
     """
     specs = args.payload
     if args.op in UNEVEN or not specs:
@@ -262,7 +264,7 @@ class ColumnOps(Mapping[int, Collective]):
         self.columns = columns
         numbers = columns.dump.sequence[rows]
         if len(numbers) > 1 and not (numbers[1:] > numbers[:-1]).all():
-            # the last of those that share a number
+            # Of records that share a number, keep the last. Reversed, it is the first of them.
             numbers, first = np.unique(numbers[::-1], return_index=True)
             rows = rows[::-1][first]
         self.rows = rows
@@ -287,7 +289,7 @@ class ColumnOps(Mapping[int, Collective]):
         return ids
 
     def tokens(self) -> Integers:
-        """Return an id of each operation's signature and source line."""
+        """Return an id of each operation's signature and source line, each in 32 bits."""
         dump = self.columns.dump
         sites: Integers = self.columns.ids.of(
             dump.call_stacks, lambda stack: stack[0] if stack else None
@@ -316,8 +318,8 @@ def differing_numbers(ranks: Iterable[Mapping[int, Collective]]) -> list[int]:
 
 
 def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> list[int]:
-    """Return a few ranks of each kind, where ops or lines differ between ranks; none if all are
-    equal.
+    """Return a few ranks of each kind, if ops or lines differ between ranks; none if all are equal.
+    Ranks are of one kind if they are equal in the numbers that all of them have.
     """
     columns = {rank: ops for rank, ops in by_rank.items() if isinstance(ops, ColumnOps)}
     if len(columns) < 2:

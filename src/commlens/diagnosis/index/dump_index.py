@@ -5,9 +5,11 @@ that is in flight. What it enqueued behind the head has not started, unless the 
 start. Of a Flight Recorder dump in which ``all_reduce #40`` has completed and 41 and 42 are
 "scheduled", the head is 41.
 
-Each rank's dump tells less than the dumps of all: which ranks a group has (one channel for all
-ranks), what completed where only the issue is recorded (what all have issued may have), and whether
-a dump is older than the others, or was taken while the job still ran.
+Some facts show only in the dumps of all ranks together: which ranks a group has (all ranks then
+share one channel); whether a dump is older than the others, or was taken while the job still ran;
+and, where only the issue of operations is recorded, which are in flight. If ranks 0-2 issued up to
+``all_reduce #40`` and rank 3 up to #39, then #40 is in flight on ranks 0-2, and #39 may have
+completed.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class _DumpIndexer:
         self._ids = SharedIds()
         self._unified = _unify_channels(dumps)
         self.unlisted = frozenset(one.key for name, one in self._unified.items() if not name[2])
-        _end_what_met(dumps, self._unified)
+        _find_in_flight(dumps, self._unified)
         self._latest = max(map(_newest_ns, dumps), default=0)
         self._fullest = max((dump.unbroken for dump in dumps if not dump.lost_entries), default=0)
         self._recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
@@ -109,7 +111,9 @@ class _DumpIndexer:
         """Return the index of a rank's dump, and add its channels to the job's."""
         history = RankOps(dump, [self._unified[_name(one)] for one in dump.channels], self._ids)
         _add_collectives(dump, history, self._recent)
-        full = dump.unbroken == self._fullest or dump.lost_entries  # it may have been
+        # Where a full ring buffer lists only what is in flight, the oldest may be overwritten. A
+        # dump of which entries were lost may have been full.
+        full = dump.unbroken == self._fullest or dump.lost_entries
         view = RankView(
             dump.rank,
             dump,
@@ -122,7 +126,7 @@ class _DumpIndexer:
             written_ns=0 if dump.is_log else self._written[dump.rank],
             head_lost=dump.only_active and full and _may_be_buffer_size(self._fullest),
         )
-        _index(view, history, self.channels)
+        _add_tracks(view, history, self.channels)
         _find_heads(view, history, self.limit)
         return view
 
@@ -136,7 +140,7 @@ def _add_collectives(dump: RankColumns, history: RankOps, recent: int) -> None:
     dump.versions = {dump.origin: dump.version} if dump.version else {}
 
 
-def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
+def _add_tracks(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
     """Fill in the rank's tracks and messages, and add its channels to the job's."""
     dump = history.dump
     message = is_message(dump.args, dump.args_index)
@@ -157,10 +161,10 @@ def _index(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]
                 completed=int(ops.numbers[done].max(initial=0)),
                 open=ops.numbers[~done].tolist(),
             )
-    _index_messages(view, history, message)
+    _add_messages(view, history, message)
 
 
-def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
+def _add_messages(view: RankView, columns: RankOps, message: Integers) -> None:
     """Keep the messages in flight by channel, peer and direction, and count the completed ones."""
     if not message.any():
         return
@@ -176,6 +180,7 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
 
     over = np.flatnonzero(message & ended)
     sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]
+    # one number for channel, peer and direction, so that numpy can count them
     code = (dump.channel[over].astype("int64") * (1 << 32) + dump.peer[over] + 1) * 2 + sends
     _, first, counts = np.unique(code, return_index=True, return_counts=True)
     for at, many in zip(first, counts, strict=True):
@@ -188,8 +193,8 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
 
 
 def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
-    """Find the operation that blocks the rank, and the first in flight of each other channel and
-    pair.
+    """Find the operation that blocks the rank, with the other messages of its batch, and the first
+    in flight of each other channel and pair.
     """
     dump = columns.dump
     open_rows = np.flatnonzero(dump.state != COMPLETED).tolist()
@@ -203,14 +208,14 @@ def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
     if not open_rows:
         return
     first = open_rows[0]
-    # learn the routine from the operations before
+    # where to look for the op with which the rank left its routine: before, there is the routine
     view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)
     batch = int(dump.coalesced[first])
     parts = [row for row in open_rows if int(dump.coalesced[row]) == batch] if batch else [first]
     head, ops = columns.op(first), [columns.op(row) for row in parts]
     since = head.announced_ns
     age = max(0, view.now_ns - since) if since else 0
-    stuck = not (dump.captured_ns and since) or age >= limit
+    stuck = not (dump.captured_ns and since) or age >= limit  # of unknown age: it hangs
     view.head = BlockedThread(head, ops, DEVICE, since, "enqueued", stuck, age)
     view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
@@ -260,7 +265,7 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
                 recorded[name[:2]].add(name[2])
             else:
                 users[name[:2]].add(dump.rank)
-    # also those that left no dump
+    # the default group has all ranks, also those that left no dump
     all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))
     one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
     for name, channel in list(found.items()):
@@ -312,10 +317,10 @@ class _Issued(NamedTuple):
     messages: Integers
 
 
-def _end_what_met(dumps: Sequence[RankColumns], channels: Mapping[ChannelName, Channel]) -> None:
-    """Decide which operations are in flight, if only their issue is recorded: those that not all
-    ranks of their group, or not both sides of a message, have issued. The others may have
-    completed.
+def _find_in_flight(dumps: Sequence[RankColumns], channels: Mapping[ChannelName, Channel]) -> None:
+    """Decide which operations are in flight, if only their issue is recorded (``RETIRED``): those
+    that not all ranks of their group, or not both sides of a message, have issued. The others may
+    have completed, and count as if they had.
     """
     if not any(dump.issued_only or dump.issued_messages for dump in dumps):
         return
@@ -329,14 +334,14 @@ def _end_what_met(dumps: Sequence[RankColumns], channels: Mapping[ChannelName, C
             messages = np.flatnonzero(here & message & (dump.peer >= 0))
             issued.append(_Issued(dump, channels[_name(one)].key, collectives, messages))
     wrapped = {dump.rank: dump.wrapped for dump in dumps}
-    _keep_collectives(issued, wrapped)
-    _keep_messages(issued, wrapped)
+    _set_collectives_in_flight(issued, wrapped)
+    _set_messages_in_flight(issued, wrapped)
     for dump in dumps:
         dump.state = np.minimum(dump.state, COMPLETED)
 
 
-def _keep_collectives(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
-    """Keep the collectives in flight that not all ranks with complete records have issued."""
+def _set_collectives_in_flight(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
+    """Set the collectives in flight that not all ranks with complete records have issued."""
     last: dict[tuple[ChannelKey, int], int] = defaultdict(int)
     for dump, key, rows, _ in issued:
         newest = int(dump.sequence[rows].max(initial=0))
@@ -348,9 +353,9 @@ def _keep_collectives(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) ->
         dump.state[rows[(dump.state[rows] == RETIRED) & later]] = SCHEDULED
 
 
-def _keep_messages(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
-    """Keep the newest messages in flight where one side has issued more than the other."""
-    # of sender and receiver
+def _set_messages_in_flight(issued: Sequence[_Issued], wrapped: Mapping[int, bool]) -> None:
+    """Set the newest messages in flight where one side has issued more than the other."""
+    # by channel, sender and receiver: how many more messages were sent than received
     balance: Counter[tuple[ChannelKey, int, int]] = Counter()
     for dump, key, _, sent in issued:
         for row in sent.tolist():

@@ -1,14 +1,14 @@
-"""Join what NCCL's plugin told with the ranks' records.
+"""Join what NCCL's plugin wrote with the ranks' records.
 
 A record says that thread 71 of rank 0 was inside torch's ``all_reduce`` from 10.0 to 10.4 ms. The
 plugin says that thread 71 called ``AllReduce`` number 7 of communicator 5f3a at 10.2 ms, and that
-its kernel has ended: so the record is of this communicator, and its collective has completed. That
-needs no names.
+its kernel has ended. So communicator 5f3a is one that torch made, and the record's collective has
+completed. Names are not needed for this.
 
-A communicator of which no rank has such a record was made past torch, as vLLM's pynccl or CuPy make
-theirs. It becomes a group made by hand, whose members all know its hash, and each call a record.
-The collectives that CUDA graphs launch on it are those of a second group: nothing orders them among
-the calls of hosts.
+If no rank has such a record of a communicator, it was made past torch, as vLLM's pynccl or CuPy
+make theirs. It becomes a group made by hand, whose members all know its hash, and each call becomes
+a record. The collectives that CUDA graphs launch on it are those of a second group: nothing orders
+them among the calls of hosts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from commlens.model.ranklog import RankLog
 
 _SIZE_MAX: Final = 1 << 20  # a larger one is not believed
 _SLACK_NS: Final = 1_000  # a record's times are in ticks, and rounded
-_TOLD_WITHIN_NS: Final = 1_000_000_000
-"""An operation that was launched for longer, and whose kernel is not told to have started, has not
-started: NCCL looks for it all the time.
+_NOTED_WITHIN_NS: Final = 1_000_000_000
+"""If an operation was launched longer ago, and no start of its kernel is noted, it has not started:
+NCCL looks for it all the time.
 """
 _OF_GRAPHS: Final = "in CUDA graphs"
 _OPS: Final = {
@@ -72,30 +72,32 @@ _DTYPES: Final = {
 
 
 class _Part(NamedTuple):
-    """The collectives of a communicator that hosts called, or those that CUDA graphs launched."""
+    """A half of a communicator past torch that becomes one group: the collectives that hosts
+    called, or those that CUDA graphs launched.
+    """
 
     hash: str
     of_graphs: bool
 
 
 def with_communicators(logs: Sequence[RankLog]) -> list[RankLog]:
-    """Return the logs with what NCCL told: in the records of calls that torch made, and as records
-    of groups made by hand for the communicators of which no rank has such a record.
+    """Return the logs with what the plugin wrote: in the records of calls that torch made, and as
+    records of groups made by hand for the communicators of which no rank has such a record.
     """
-    told = [log.nccl for log in logs if log.nccl is not None]
-    if not told:
+    written = [log.nccl for log in logs if log.nccl is not None]
+    if not written:
         return list(logs)
     ranks = [_RankWithNccl(log) for log in logs]
     of_torch = {each for rank in ranks for each in rank.of_torch}
-    mixed = _mixed(told) - of_torch
-    used = {
+    mixed = _mixed(written) - of_torch
+    parts = {
         _Part(comm.hash, of_graphs)
-        for each in told
+        for each in written
         for comm in each.communicators
         for of_graphs in (False, True)
         if _collectives_of(comm, of_graphs) and comm.hash not in of_torch | mixed
     }
-    return [rank.joined(used, mixed) for rank in ranks]
+    return [rank.joined(parts, mixed) for rank in ranks]
 
 
 def _collectives_of(comm: NcclCommunicator, of_graphs: bool) -> int:
@@ -103,18 +105,23 @@ def _collectives_of(comm: NcclCommunicator, of_graphs: bool) -> int:
     return comm.replayed if of_graphs else comm.collectives
 
 
-def _mixed(told: Iterable[NcclRecord]) -> set[str]:
+def _mixed(written: Iterable[NcclRecord]) -> set[str]:
     """Return the hashes of the communicators on which a rank called what the graphs of another
-    launched, as far as their counts show it. That is legal, and only the sums are alike then.
+    launched, as far as their counts show it: rank 0 called 5 and launched 2, rank 1 called 4 and
+    launched 3. That is legal, and only the sums can be compared then.
     """
     counts: dict[str, set[tuple[int, int]]] = defaultdict(set)
-    for each in told:
+    for each in written:
         for comm in each.communicators if each.level != "calls" else ():
             counts[comm.hash].add((comm.collectives, comm.replayed))
     return {
         comm
         for comm, pairs in counts.items()
-        if any(a < c and b > d for a, b in pairs for c, d in pairs)
+        if any(
+            called < others_called and launched > others_launched
+            for called, launched in pairs
+            for others_called, others_launched in pairs
+        )
     }
 
 
@@ -122,19 +129,19 @@ def _mixed(told: Iterable[NcclRecord]) -> set[str]:
 
 
 class _RankWithNccl:
-    """A rank's records, and what NCCL told of the calls in them."""
+    """A rank's records, and what the plugin wrote of the calls in them."""
 
     def __init__(self, log: RankLog) -> None:
         self._log = log
         self._in_records: dict[int, list[NcclOp]] = defaultdict(list)
         """By index of a record: the operations that its call made."""
         self._cut: set[int] = set()
-        """The records of calls of which NCCL may have told only a part."""
+        """The records of calls of which the plugin may have kept only a part."""
         device = [op for op in log.collectives if op.channel.runs_ahead]
         groups = [*{id(op.channel): op.channel.group for op in device}.values()]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
-        self._tells_of_graphs = log.nccl is not None and log.nccl.level != "calls"
+        self._writes_launches = log.nccl is not None and log.nccl.level != "calls"
         self._comms = [
             comm
             for comm in communicators
@@ -164,23 +171,23 @@ class _RankWithNccl:
             if _may_be_cut(ops, comm, known):
                 self._cut.add(index)
 
-    def joined(self, used: Collection[_Part], mixed: Collection[str]) -> RankLog:
-        """Return the log with all that.
+    def joined(self, parts: Collection[_Part], mixed: Collection[str]) -> RankLog:
+        """Return the log with what the plugin wrote.
 
         Args:
-            used: of the communicators past torch, the parts of which any rank has a collective.
-            mixed: the hashes of those whose calls and launches have other numbers on each rank.
+            parts: of the communicators past torch, those in which some rank has a collective.
+            mixed: the hashes of those on which one rank calls what another one's graphs launch.
         """
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
         for comm in self._comms:
-            for of_graphs in (False, True) if self._tells_of_graphs else (False,):
-                if _Part(comm.hash, of_graphs) not in used:
+            for of_graphs in (False, True) if self._writes_launches else (False,):
+                if _Part(comm.hash, of_graphs) not in parts:
                     continue
                 channel = _channel_of(comm, of_graphs)
                 added += _records_of(comm, channel, self._log, of_graphs)
                 if not _collectives_of(comm, of_graphs):
-                    unused.append(channel.group)  # other ranks use it
+                    unused.append(channel.group)  # other ranks use it, and wait for this one
             if comm.hash in mixed:
                 added += _newest_of_both(comm, self._log)
         if not (self._in_records or added or unused):
@@ -233,7 +240,9 @@ class _CallsByThread:
         }
 
     def record_of(self, op: NcclOp, comm: NcclCommunicator, rank: int) -> Collective | None:
-        """Return the record of the call in which NCCL was called."""
+        """Return the record of the call in which NCCL was called; None if there is none, or if its
+        group cannot be that of the communicator.
+        """
         ops = self._by_thread.get(op.thread, ())
         if not ops or not op.called_ns:
             return None
@@ -249,8 +258,8 @@ class _CallsByThread:
 
 
 def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
-    """Return whether a rank has its place in a communicator in a group, too. The members of groups
-    made by hand are known by their place only.
+    """Return whether a rank has the same place in a group as in a communicator. The members of
+    groups made by hand are known by their place only.
     """
     if group.hand_made is not None:
         return (group.hand_made.member, group.hand_made.size) == (comm.rank, comm.size)
@@ -259,8 +268,8 @@ def _has_place(comm: NcclCommunicator, group: ProcessGroup, rank: int) -> bool:
 
 
 def _has_torchs_name(comm: NcclCommunicator, groups: Iterable[ProcessGroup], rank: int) -> bool:
-    """Return whether a communicator has the name that torch gives that of a group with records:
-    the group's, perhaps behind its description.
+    """Return whether a communicator has the name that torch gives it: that of a group with records,
+    perhaps behind the group's description (``default_pg:0``).
     """
     name = comm.name.rpartition(":")[2]
     return bool(name) and any(
@@ -293,7 +302,7 @@ def _records_of(
     """
     is_wrapped = log.issued > len(log.collectives) > 0
     since_ns = log.collectives[0].announced_ns if is_wrapped else 0
-    tells = not of_graphs or _tells_of_launches(comm)
+    knows_kernels = not of_graphs or _knows_launched_kernels(comm)
     for op in comm.ops:
         is_other = op.is_replay != of_graphs or op.captured != of_graphs
         if op.is_message or is_other or op.called_ns < since_ns:
@@ -305,17 +314,18 @@ def _records_of(
             record.nccl = (op,)
             yield record
         else:
-            told = [op] if tells else None
-            yield _enriched(record, told, log.captured_ns, is_cut=False)
+            known = [op] if knows_kernels else None
+            yield _enriched(record, known, log.captured_ns, is_cut=False)
 
 
 def _newest_of_both(comm: NcclCommunicator, log: RankLog) -> Iterator[Collective]:
-    """Yield the collective in which the device is, else the last one that it ended, numbered among
-    calls and launches together; none if nothing tells which one that is.
+    """Yield one record of a mixed communicator: of the collective in which the device is, else of
+    the last one that it ended. Its number is that among calls and launches together, in which all
+    ranks agree. None if the kernels of some are not known.
     """
     ran = [op for op in comm.ops if not op.is_message and op.captured == op.is_replay]
-    is_told = all(op.with_kernels for op in ran) and _tells_of_launches(comm)
-    if not (ran and is_told and _is_whole(log.nccl)):
+    knows_kernels = all(op.with_kernels for op in ran) and _knows_launched_kernels(comm)
+    if not (ran and knows_kernels and _is_whole(log.nccl)):
         return
     waiting = [
         op for op in ran if not op.has_stopped and (op.is_replay or op.number > comm.finished)
@@ -327,20 +337,21 @@ def _newest_of_both(comm: NcclCommunicator, log: RankLog) -> Iterator[Collective
         yield _enriched(record, [op], log.captured_ns, is_cut=False)
 
 
-def _tells_of_launches(comm: NcclCommunicator) -> bool:
-    """Return whether NCCL tells of the kernels that graphs launch, and not of a graph only as it is
+def _knows_launched_kernels(comm: NcclCommunicator) -> bool:
+    """Return whether the plugin sees the kernels that graphs launch, and not a graph only as it is
     captured.
     """
     return not comm.replayed or any(op.is_replay and op.started_on for op in comm.ops)
 
 
-def _is_whole(told: NcclRecord | None) -> bool:
-    return told is not None and not (told.lost or told.torn)
+def _is_whole(written: NcclRecord | None) -> bool:
+    return written is not None and not (written.lost or written.torn)
 
 
 def _newest(ran: Sequence[NcclOp], waiting: Sequence[NcclOp]) -> NcclOp | None:
-    """Return the operation in which a device is, else the last one that it ended. If none of
-    several has started, nothing tells which one is the first: a launch is told when it starts.
+    """Return the operation in which a device is, else the last one that it ended. None if none of
+    those that wait has started: a launch by a graph is noted only when its kernel starts, so one
+    may come before them.
     """
     if not waiting:
         return max(ran, key=lambda each: each.stopped_ns)
@@ -368,14 +379,14 @@ def _record_of(op: NcclOp, channel: Channel) -> Collective:
     )
 
 
-# --- what NCCL told of a record
+# --- what the plugin wrote of a record
 
 
 def _enriched(
     record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int, *, is_cut: bool
 ) -> Collective:
-    """Return a record with what NCCL told of it: whether its kernel has started, and ended. A call
-    that was captured did not run.
+    """Return a record with what the plugin wrote of it: whether its kernel has started, and ended.
+    A call that was captured did not run, so its state stays as it is.
     """
     if not ops:
         return record
@@ -398,13 +409,13 @@ def _how_far(ops: Sequence[NcclOp], captured_ns: int, *, is_cut: bool) -> Learne
     if any(op.started_on for op in ops):
         return LearnedHow.STARTED
     launched_ns = max(op.launched_ns for op in ops)
-    is_told = not is_cut and captured_ns - launched_ns >= _TOLD_WITHIN_NS
-    return LearnedHow.ENQUEUED if is_told else LearnedHow.NATIVE_RECORDER
+    has_not_started = not is_cut and captured_ns - launched_ns >= _NOTED_WITHIN_NS
+    return LearnedHow.ENQUEUED if has_not_started else LearnedHow.NATIVE_RECORDER
 
 
 def _merged(records: Sequence[Collective], added: Sequence[Collective]) -> list[Collective]:
-    """Return all records in the order of their calls, numbered anew. Numbers of records that were
-    overwritten stay free.
+    """Return all records in the order of their calls, numbered anew: 8 and 9 with a new one
+    between them become 8, 9 and 10. Numbers of records that were overwritten stay free.
     """
     if not added:
         return list(records)
@@ -428,15 +439,15 @@ def _merged(records: Sequence[Collective], added: Sequence[Collective]) -> list[
 
 
 def hashes_of(groups: Iterable[Sequence[int]], logs: Iterable[RankLog]) -> set[str]:
-    """Return the hashes of the communicators that consist of the ranks of a group, in its order, if
-    the plugins of all these ranks told them. Those of some are in several groups' communicators.
+    """Return the hashes of the communicators that consist of the ranks of one of these groups, in
+    its order, if the plugins of all these ranks name them.
     """
     by_rank = {log.rank: log.nccl.communicators for log in logs if log.nccl is not None}
     found: set[str] = set()
     for ranks in groups:
         if not by_rank.keys() >= {*ranks}:
             continue
-        told = [
+        of_ranks = [
             {
                 comm.hash
                 for comm in by_rank[rank]
@@ -444,5 +455,5 @@ def hashes_of(groups: Iterable[Sequence[int]], logs: Iterable[RankLog]) -> set[s
             }
             for place, rank in enumerate(ranks)
         ]
-        found |= set.intersection(*told) if told else set()
+        found |= set.intersection(*of_ranks) if of_ranks else set()
     return found

@@ -2,9 +2,10 @@
 
 A trainer of 4 ranks and a vLLM server of 2 have default groups of their own: two worlds. To send
 weights, the trainer's rank 0 and both servers make a group: each calls a function of vLLM with the
-store ``localhost:29600``, the size 3 and its own rank in the group. So processes that tell the same
-store and size are its members, and no process tells the global ranks of the others. The processes
-of both worlds are numbered: 0 to 3 and 4 to 5; the group is that of 0, 4 and 5.
+store ``localhost:29600``, the size 3 and its own rank in the group. So processes that pass the same
+store and size are its members, and none of them knows the global ranks of the others.
+:func:`join_worlds` numbers the processes of both worlds, 0 to 3 and 4 to 5, and writes into their
+logs that the group is that of 0, 4 and 5.
 
 If one of the members is not known, it is presumed to be the rank of the world that all others show
 it to be, or gets a number of its own, beyond all worlds: an outsider.
@@ -28,7 +29,7 @@ from commlens.model.worlds import JobWorld, Outsider, Worlds
 from commlens.text import DEFAULT_LABELS
 
 _IN_ALL: Final[dict[str, Any]] = {"job": "joined worlds", "restart": 0, "size_in_environment": None}
-"""Fields of the logs of several worlds, which are then one job."""
+"""Fields that the logs of several worlds then have alike: they are one job."""
 
 
 def join_worlds(runs: Sequence[Sequence[RankLog]]) -> list[RankLog]:
@@ -64,13 +65,14 @@ def _forget_unwritten_queues(logs: Sequence[RankLog]) -> None:
     known to wait for their readers.
     """
     ends = [op for log in logs for op in log.setups if op.channel.device == QUEUE]
-    written = {of.store for op in ends if (of := op.channel.group.hand_made) and of.member == 0}
+    made = [op.channel.group.hand_made for op in ends]
+    written = {each.store for each in made if each is not None and each.member == 0}
     for log in logs if ends else ():
         log.setups = [
             op
             for op in log.setups
             if op.channel.device != QUEUE
-            or (of := op.channel.group.hand_made) is None  # numbered already
+            or (of := op.channel.group.hand_made) is None  # its logs were joined before
             or of.store in written
         ]
 
@@ -93,7 +95,9 @@ class _Claim(NamedTuple):
 
 
 class _Groups:
-    """The members of all groups made by hand, by number."""
+    """The members of all groups made by hand, by number; and with them, the numbers to write in
+    place of ranks.
+    """
 
     def __init__(self, runs: Sequence[Sequence[RankLog]], worlds: Sequence[JobWorld]) -> None:
         self.outsiders: list[Outsider] = []
@@ -102,8 +106,9 @@ class _Groups:
         self.has_several_worlds = len(worlds) > 1
         self._next = self.size  # number of the next outsider
         self._worlds = dict(zip(worlds, runs, strict=True))
-        self._channels: dict[tuple[Channel, JobWorld, int], Channel] = {}
-        # by group and the number of a process in it: its members, since processes may disagree
+        self._channels: dict[tuple[Channel, JobWorld, int], Channel] = {}  # made by `channel`
+        # by group and the number of a process in it: the members, for processes that claim one
+        # place are in different groups
         self._ranks: dict[tuple[StoreIdentity, int], tuple[int, ...]] = {}
         # by rank beyond the size of its world: its number
         self._beyond: dict[tuple[JobWorld, int], int] = {}
@@ -124,18 +129,19 @@ class _Groups:
             for claim in known
         }
         times = Counter(labels.values())
-        # complete groups first: they show which ranks a world's groups have
+        # complete groups first: `_world_of` reads from them which ranks a world's groups have
         for identity in sorted(claims, key=lambda each: (len(claims[each]) < each.size, each)):
             label, known = labels[identity], claims[identity]
             if identity.store:
                 self._place_members(identity, known, label if times[label] == 1 else identity.store)
-            else:  # nothing shows which of these processes meet
+            else:  # a store in memory, say: nothing shows which of these processes meet
                 for claim in known:
                     self._place_members(identity, [claim], label)
 
     def _place_members(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
         """Set the members of a group for the processes that claim to be in it. If two living ones
-        claim one place, these are several groups: of each, only one member is known.
+        claim one place, these are several groups: of each, only one member is known. A process
+        that has ended may have been started again, and both claim the place.
         """
         living = [claim for claim in claims if not claim.has_ended] or claims
         members = {claim.member: claim.number for claim in living}
@@ -144,17 +150,20 @@ class _Groups:
                 ranks = self._members(identity, {claim.member: claim.number}, label)
                 self._ranks[identity, claim.number] = ranks
             return
-        members = {claim.member: claim.number for claim in claims} | members
-        ranks = self._members(identity, members, label)
+        ended = {claim.member: claim.number for claim in claims}
+        ranks = self._members(identity, ended | members, label)
         self._ranks |= {(identity, claim.number): ranks for claim in claims}
 
     def _members(
         self, identity: StoreIdentity, known: Mapping[int, int], label: str
     ) -> tuple[int, ...]:
-        """Return the numbers of all members of a group, of which some are known."""
+        """Return the numbers of all members of a group, of which some are known. Note the others
+        as presumed or outsiders.
+        """
         ranks = dict(known)
         missing = [member for member in range(identity.size) if member not in known]
-        # all members of a communicator have come to it: one that is not known is not recorded
+        # all members of a communicator of NCCL have come to it: if one is not known, it is not
+        # recorded, so it is none of the world's recorded ranks
         may_come = bool(missing) and not identity.store.startswith(NCCL_STORE)
         world = self._world_of(identity.size, known) if may_come else None
         for member in missing:
@@ -168,23 +177,20 @@ class _Groups:
 
     def _world_of(self, size: int, known: Mapping[int, int]) -> JobWorld | None:
         """Return the world whose ranks make up a group: the group has its size, and those who came
-        have their own ranks in it. One of them alone tells it only if nothing else has brought the
-        ranks of the world together, or if they have been in such a group before.
+        have their own ranks in it. A single one may be there by chance, unless the world's ranks
+        have met in such a group before, or have met nowhere else.
         """
         for world, logs in self._worlds.items():
             if size == world.size and all(
                 number == world.first + member for member, number in known.items()
             ):
-                is_told = (
-                    len(known) > 1
-                    or tuple(world.numbers) in self._ranks.values()
-                    or all(
-                        op.channel.group.hand_made is not None
-                        for log in logs
-                        for op in (*log.setups, *log.collectives)
-                    )
+                met_before = tuple(world.numbers) in self._ranks.values()
+                met_nowhere_else = all(
+                    op.channel.group.hand_made is not None
+                    for log in logs
+                    for op in (*log.setups, *log.collectives)
                 )
-                return world if is_told else None
+                return world if len(known) > 1 or met_before or met_nowhere_else else None
         return None
 
     def number(self, world: JobWorld, rank: int) -> int:
@@ -227,7 +233,7 @@ class _Groups:
 def _numbered(log: RankLog, world: JobWorld, groups: _Groups) -> RankLog:
     """Return the log of a process of ``world`` with numbers in place of ranks."""
 
-    def numbered(op: Collective) -> Collective:
+    def with_numbers(op: Collective) -> Collective:
         channel = groups.channel(log, op.channel, world)
         if channel.group == op.channel.group:
             return op
@@ -238,6 +244,7 @@ def _numbered(log: RankLog, world: JobWorld, groups: _Groups) -> RankLog:
                 return None
             if not of_hand:
                 return groups.number(world, rank)
+            # a call names its peer or root by its place in such a group
             return channel.group.ranks[rank] if 0 <= rank < len(channel.group.ranks) else None
 
         args = op.args
@@ -248,10 +255,10 @@ def _numbered(log: RankLog, world: JobWorld, groups: _Groups) -> RankLog:
 
     return msgspec.structs.replace(
         log,
-        collectives=[numbered(op) for op in log.collectives],
-        setups=[numbered(op) for op in log.setups],
-        keys_written=[numbered(op) for op in log.keys_written],
-        store_wait=numbered(log.store_wait) if log.store_wait is not None else None,
+        collectives=[with_numbers(op) for op in log.collectives],
+        setups=[with_numbers(op) for op in log.setups],
+        keys_written=[with_numbers(op) for op in log.keys_written],
+        store_wait=with_numbers(log.store_wait) if log.store_wait is not None else None,
         rank=world.first + log.rank,
         **(_IN_ALL | {"world_size": groups.size} if groups.has_several_worlds else {}),
     )
@@ -276,7 +283,8 @@ def _label(group: ProcessGroup) -> str:
 
 def _names(runs: Sequence[Sequence[RankLog]]) -> list[str]:
     """Return a name for each world: the name in its settings, else the part of its command line
-    that the other worlds' lack, else a number.
+    that the other worlds' lack, else a number. ``train.py`` and ``vllm serve m`` are "train" and
+    "vllm"; ``serve.py a`` and ``serve.py b`` are "a" and "b".
     """
     given = [max(log.world for log in logs) for logs in runs]
     commands = [_words(_script(logs)) for logs in runs]
@@ -295,6 +303,7 @@ def _script(logs: Sequence[RankLog]) -> str:
 
 
 def _words(script: str) -> list[str]:
+    """Return the words of a command line, the first without its folder and suffix."""
     try:
         words = shlex.split(script)
     except ValueError:
