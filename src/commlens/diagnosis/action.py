@@ -431,8 +431,12 @@ def attempt_of(verdict: Verdict, *, is_short: bool) -> Attempt:
 
 
 def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
-    """Return a verdict's action. A retry becomes another action if earlier attempts ended with the
-    same fault: one that comes back does not pass by itself.
+    """Return a verdict's action, with the number of attempts that ended with the same fault.
+
+    A fault that comes back does not pass by itself. So if its reason does not say why it should
+    come back, the program or the node counts as the reason, and the action is to change the program
+    or to leave out the node. The same holds after ``_UNLUCKY`` short attempts in a row that were
+    killed, crashed, lost a connection or found no memory.
 
     Args:
         verdict: with its action.
@@ -475,7 +479,8 @@ def _reason(attempt: Attempt) -> Because | None:
 
 def _is_same(action: Action, verdict: Verdict, attempt: Attempt) -> bool:
     """Return whether an earlier attempt ended with the same fault, whichever rank it hit: for the
-    same reason, at the same line or collective, as soon as this one or at the same number.
+    same reason, of the same kind, at the same line and in the same op, of which one may be unknown.
+    An attempt that was not short did so only if it ended at the same number of that op, too.
     """
     now, then = verdict.collective, attempt.collective
     place = verdict.source, now and now.op

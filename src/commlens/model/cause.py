@@ -232,7 +232,7 @@ class Cause(msgspec.Struct, kw_only=True, tag_field="type"):
     compiler: CompilerCall | None = None
 
     def __post_init__(self) -> None:
-        """A mismatch, a cycle and a death are certain, whoever is to blame."""
+        """Of root causes, a mismatch, a cycle and a death are certain, whoever is to blame."""
         if self.root_cause and (self.kind.startswith("mismatch") or self.kind in ("cycle", "dead")):
             self.certain = True
 

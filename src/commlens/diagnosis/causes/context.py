@@ -45,12 +45,14 @@ class Case(Generic[C]):
     edges: Sequence[Edge] = ()  # the waits
     blocked: Sequence[int] = ()  # ranks that wait because of it, directly or behind others
     ops: Mapping[int, Collective] = field(default_factory=dict)  # by rank
-    weight: int = 0  # number of ranks that wait because of it; 0: as many as are blocked
+    weight: int = 0  # number of ranks that wait because of it; 0 at first: as many as are blocked
     order: tuple[int, ...] = ()  # deterministic, earliest first
     mismatch: RecordMismatch | None = None  # on which ranks disagree or are out of step
 
     def __post_init__(self) -> None:
-        """Sort the ranks."""
+        """Sort the ranks of the cause, and give the case the weight of its blocked ranks, unless it
+        has one.
+        """
         self.weight = self.weight or len(self.blocked)
         self.cause.culprits.sort()
         self.cause.victims.sort()
