@@ -187,7 +187,7 @@ def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
 
 
 def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_nodes: bool) -> None:
-    """Add to a cause that was seen from outside the present faults of hardware.
+    """Add the present faults of hardware to a cause that was seen from outside, without records.
 
     It is unknown when the ranks stopped. So a fault that is over explains nothing. Neither does a
     counter that rises during the look, because it may always do so.
@@ -213,6 +213,9 @@ def add_hardware_seen(cause: Cause, healths: Sequence[NodeHealth], *, spans_node
 def _hardware_change(
     cause: StuckInside | Missing | Dead, node: Node, event: HealthEvent, users: _PartUsers
 ) -> Hardware | None:
+    """Return a change as evidence for a cause of unknown time; None if none of its ranks use the
+    part, or if it is long ago and over.
+    """
     if not set(cause.ranks) & set(users.ranks):
         return None
     before_s = (node.health.taken_ns - event.first_ns) / _S
@@ -275,6 +278,7 @@ def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
 
 
 def _incident(context: Context, cause: AnyCause) -> _Incident | None:
+    """Return when a fault began, and its ranks; None of causes that no hardware explains."""
     match cause:
         case StuckInside():  # when the last rank came to the collective
             began_ns = max(_announced(context, cause.waits), default=0)
@@ -315,6 +319,9 @@ def _changes_everywhere(nodes: Sequence[Node]) -> set[What]:
 
 
 def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:
+    """Return whether as many parts are more than half of the job's: of its GPUs, its network
+    interfaces or its nodes.
+    """
     if what in _GPU or what in _PCIE:
         comparable = sum(len(node.places) for node in nodes)
     elif what in ("errors-rose", "drops-rose", "rate-fell"):
@@ -342,6 +349,7 @@ def _users_of_part(node: Node, event: HealthEvent, *, spans_nodes: bool) -> _Par
 
 
 def _users_of_network(node: Node, part: str) -> _PartUsers | None:
+    """Return the node's ranks, if the job uses this interface, or may use it."""
     known = node.health.networks
     if known and part not in (*known, "tcp"):
         return None
@@ -349,6 +357,9 @@ def _users_of_network(node: Node, part: str) -> _PartUsers | None:
 
 
 def _users_of_gpu(node: Node, event: HealthEvent) -> _PartUsers | None:
+    """Return the ranks that compute on the GPU of an event. Where the driver does not tell which
+    rank computes where, any rank of the node may; but not at the address of another PCIe device.
+    """
     here = sorted(node.places)
     owners = [rank for rank, place in node.places.items() if place.gpu == event.part]
     if owners:
@@ -376,8 +387,8 @@ def _changes_with_users(
 def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
     """Return whether these ranks run on more than one node."""
     views = context.job.views
-    told = sum(any(rank in node.places for rank in ranks) for node in context.job.nodes)
-    return told > 1 or len({views[rank].log.host for rank in ranks if rank in views}) > 1
+    of_nodes = sum(any(rank in node.places for rank in ranks) for node in context.job.nodes)
+    return of_nodes > 1 or len({views[rank].log.host for rank in ranks if rank in views}) > 1
 
 
 def _fitting(

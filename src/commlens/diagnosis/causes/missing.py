@@ -1,10 +1,13 @@
-"""Ranks that others wait for: decide whether they work or are missing, and whom to blame.
+"""Find the ranks that others wait for: decide whether they work or are missing, and whom to blame.
 
 Say ranks 0, 1 and 3 wait in ``all_reduce #7``, and rank 2 has not come to it. If rank 2 visibly
 loads data, it may still come: the cause is :class:`Working`, and no fault. If it stands still, it
 is missing, and to blame. If rank 2 has ended well, either it ran one round too few or the others
 one too many: the majority decides, else how often the ranks of the job came to that line, else
 their routines.
+
+The ranks that do not come are an :class:`Absence`: rank 2, its activity, and the waits for it.
+:func:`find_missing` adds one case for each. "Waiting" ranks are those in the collective: 0, 1, 3.
 """
 
 from __future__ import annotations
@@ -105,7 +108,9 @@ class Absence(NamedTuple):
 
 
 class ExtraLine(NamedTuple):
-    """A line that only the waiting ranks came to, or came to once more, before they wait."""
+    """A line that only the waiting ranks came to, or came to once more, before they wait. What they
+    issued there met another line's collective of the absent ranks, so one is left over in the end.
+    """
 
     op: Collective  # which they issued there
     met: Collective | None  # the others' collective of the same number
@@ -118,8 +123,8 @@ class LockHolder(NamedTuple):
 
     rank: int  # the missing one
     pid: int
-    holder: int
-    edge: Edge | None  # if the holder waits for the missing rank
+    holder: int  # the rank with this pid
+    edge: Edge | None  # the holder's wait for the missing rank, if it waits for it
 
 
 @dataclass(kw_only=True)
@@ -150,8 +155,8 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     _follow_awaited_threads(context, nodes)
     activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
-    # receives from any source whose message a working rank may still send: then no other rank is
-    # missing there
+    # receives from any source whose message a working rank may still send: there, no other rank is
+    # missing
     may_be_served = {
         id(edge.op)
         for node in may_arrive
@@ -217,7 +222,7 @@ def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -
 
 
 def _is_wait_over(doing: Activity, edges: Iterable[Edge]) -> bool:
-    """Return whether a rank can no longer arrive in time: strict verification refused one of the
+    """Return whether it is too late for a rank to come: strict verification refused one of the
     calls that wait for it, or one of them failed while the rank was shutting down.
     """
     return any(
@@ -273,7 +278,11 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
 
 
 def _add_missing(context: Context, absence: Absence) -> None:
+    """Add the case of ranks that are missing. It blames these, or the ranks that wait for them
+    (``blames_waiting``), or none.
+    """
     op, views = absence.edge.op, context.job.views
+    first = views[absence.ranks[0]]
     recomputed = find_recomputed(context.job, absence.edge.rank, op)
     if recomputed is not None and absence.waiting == [recomputed.rank]:
         decision, rounds = Decision((recomputed.rank,), "recomputation"), None
@@ -281,7 +290,6 @@ def _add_missing(context: Context, absence: Absence) -> None:
         decision, rounds = _decide(context, absence)
     blamed = list(decision.culprits)
     extra = _extra_line(context, absence)
-    # Strict verification ended their wait elsewhere: what they waited for there is the cause.
     refused = _were_refused_elsewhere(context, absence, blamed)
     culprits = [] if refused else blamed
     record_doubt = _doubt_of_records(context, absence)
@@ -332,13 +340,16 @@ def _add_missing(context: Context, absence: Absence) -> None:
             loop=find_loop(views[blamed[0]]) if decision.by == "midway" else None,
             extra=extra,
             lock_holders=holders,
-            notified=_waits_to_be_woken(context.job.views[absence.ranks[0]]),
-            ended_after=_ended_after(context.job.views[absence.ranks[0]], absence),
+            notified=_waits_to_be_woken(first),
+            ended_after=_ended_after(first, absence),
         )
     )
 
 
 def _were_refused_elsewhere(context: Context, absence: Absence, blamed: Sequence[int]) -> bool:
+    """Return whether strict verification ended the wait of the ranks to blame in another
+    collective, so that they never came: what they waited for there is the cause.
+    """
     views = [context.job.views[rank] for rank in blamed]
     return bool(views) and all(
         view.exit.refused and op_at(view, absence.edge.instance) is None for view in views
@@ -477,6 +488,7 @@ def _doubt_of_decision(context: Context, absence: Absence, blamed: Sequence[int]
 def _outcome(
     context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
 ) -> Outcome:
+    """Return what the missing ranks did instead of coming, or the waiting ones too much."""
     op, views = absence.edge.op, context.job.views
     if extra is not None:
         return "extra-line"
@@ -500,7 +512,9 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     often, if it is not where they wait.
 
     Collectives of one op pair up in order, wherever they are issued. So the one that is left over
-    comes from a line that all ranks reach, and the one too many met another line's.
+    comes from a line that all ranks reach, and the one too many met another line's: with an
+    all_reduce at lines 20 and 30 in each step, and one more at line 25 once, the ranks that passed
+    line 25 wait at line 30 in the end.
     """
     op = absence.edge.op
     if not absence.finished or op.is_point_to_point or op.is_setup or op.is_store_wait:
@@ -569,7 +583,7 @@ def _only_surplus(by_waiting: _Lines | None, by_absent: _Lines | None) -> _Lines
 def _first_surplus(track: Track, surplus: _Lines) -> Collective:
     """Return the first op that a rank issued from a line after the others last did."""
     at_line = [op for _, op in sorted(track.ops.items()) if _line_of(op) in surplus]
-    return at_line[len(at_line) - surplus.total()]
+    return at_line[-surplus.total()]
 
 
 # --- whom to blame
@@ -645,7 +659,7 @@ def _by_majority(context: Context, absence: Absence) -> Decision | None:
         return None
     tracks, members = context.job.tracks_on(op.channel.key), len(op.channel.group.ranks)
     got_to = max((tracks[rank].last for rank in ended if rank in tracks), default=0)
-    # a rooted collective can complete without the others
+    # also ranks that have completed it: a collective with a root can complete without all
     further = [rank for rank, track in tracks.items() if track.last > got_to]
     decision = by_majority([ended, further], of=members)
     if decision is None:
@@ -658,6 +672,9 @@ def _by_majority(context: Context, absence: Absence) -> Decision | None:
 
 
 def _by_midway(context: Context, absence: Absence) -> Decision | None:
+    """Blame the ranks that ended in the middle of a round of their loop, if those that wait for
+    them go on with theirs.
+    """
     if len(absence.ranks) + len(absence.waiting) > _LOOPS_MAX:
         return None
     views = context.job.views

@@ -1,10 +1,13 @@
-"""Ranks that others wait for and whose calls no record shows, and keys of the job's store that no
-rank writes.
+"""Find ranks that others wait for and whose calls no record shows, and keys of the job's store that
+no rank writes.
 
 Say rank 3 of 4 has no record, and the others wait for it. If all ranks run on this machine, it
 ended before it could record anything: it is presumed dead. If it may run on another node, whose
 records are not here, it is only the suspect, with low confidence. If its newest records are
 damaged, it may have come, and nobody is blamed.
+
+Say all ranks but rank 0 wait for the key ``step-7``, and rank 0, which wrote ``step-6``, waits for
+them in a barrier: it skipped the write. If no rank ever wrote such a key, nobody is blamed.
 """
 
 from __future__ import annotations
@@ -32,8 +35,13 @@ _LOG_TELLS_NOTHING = ("silent", "watchdog-stuck")
 
 
 def find_unrecorded(context: Context, nodes: list[WaitNode]) -> None:
-    """Presume ranks without a record on this node dead; those of another node, or with damaged
+    """Presume ranks without a record on this machine dead; those of another node, or with damaged
     records, may be anywhere.
+
+    Args:
+        context: the job.
+        nodes: the ranks that others wait for, of the kinds ``no-record`` and ``elsewhere``. A rank
+            whose newest records are damaged is among them.
     """
     explained = calls_that_differ(context)
     nodes = [
@@ -41,14 +49,14 @@ def find_unrecorded(context: Context, nodes: list[WaitNode]) -> None:
         for node in nodes
         if any(id(edge.op) not in explained for edge in context.graph.edges_into(node))
     ]
-    others = any(case.cause.root_cause for case in context.cases)
     # A rank whose dump could not be read may hold up the others, as well as one without a dump.
     unreadable = context.job.foreign and any(node.rank in context.job.views for node in nodes)
     if context.job.only_logs:
         nodes = [node for node in nodes if not _waits_ended_early(context, node)]
+    is_known = any(case.cause.root_cause for case in context.cases)
     for (_, kind, record), members in sorted(_alike(context, nodes).items()):
-        present = kind == "no-record" and not unreadable
-        _add_unrecorded(context, members, record, present=present, others=others)
+        dead = kind == "no-record" and not record and not unreadable
+        _add_unrecorded(context, members, record, dead=dead, other_cause_known=is_known)
 
 
 def _waits_ended_early(context: Context, node: WaitNode) -> bool:
@@ -62,29 +70,31 @@ def _waits_ended_early(context: Context, node: WaitNode) -> bool:
 def _alike(
     context: Context, nodes: list[WaitNode]
 ) -> dict[tuple[Instance, str, str], list[WaitNode]]:
-    """Return the nodes by the collective that waits for them, their kind, and what is known of
-    their records.
+    """Return the nodes by the collective in which most ranks wait for them, their kind, and what is
+    known of their records.
     """
     groups: dict[tuple[Instance, str, str], list[WaitNode]] = defaultdict(list)
-    # by the collectives whose ranks wait for a node: for many nodes the same
+    # If 4000 ranks never started, the same ranks wait for all of them, in the same collectives: the
+    # one with the most ranks is looked for once.
     instances: dict[frozenset[WaitNode], Instance] = {}
     for node in nodes:
-        sources = frozenset(context.graph.waiters.get(node, ()))
-        sources = sources if all(source.kind == "at" for source in sources) else frozenset({node})
-        if sources not in instances:
-            instances[sources] = most_waited(context.graph.edges_into(node)).instance
-        groups[(instances[sources], node.kind, _record_of(context, node.rank))].append(node)
+        waiters = frozenset(context.graph.waiters.get(node, ()))
+        shared = all(waiter.kind == "at" for waiter in waiters)
+        same_for = waiters if shared else frozenset({node})
+        if same_for not in instances:
+            instances[same_for] = most_waited(context.graph.edges_into(node)).instance
+        groups[(instances[same_for], node.kind, _record_of(context, node.rank))].append(node)
     return groups
 
 
 def _record_of(context: Context, rank: int) -> str:
-    """Return why nothing tells what a rank did: ``"silent"`` (no line of its log does),
-    ``"damaged"``, the reason for which its process records nothing, or empty if there is no record
-    of it.
+    """Return what became of a rank's record: ``"silent"`` (no line of its text log tells what it
+    did), ``"damaged"``, the reason for which its process records nothing, or empty if there is none
+    at all.
     """
     view, stranger = context.job.views.get(rank), context.job.strangers.get(rank)
     if view is not None and view.is_log and view.lost_newest:
-        return "damaged"  # a line that could not be read may tell it
+        return "damaged"  # a line that could not be read may say that it came
     if context.job.only_logs:
         return "silent"
     if stranger is not None:
@@ -95,43 +105,39 @@ def _record_of(context: Context, rank: int) -> str:
 
 
 def _add_unrecorded(
-    context: Context, nodes: list[WaitNode], record: str, *, present: bool, others: bool
+    context: Context, nodes: list[WaitNode], record: str, *, dead: bool, other_cause_known: bool
 ) -> None:
-    """Add a cause for ranks that are alike.
-
-    Args:
-        context: the job.
-        nodes: of the ranks.
-        record: of :func:`_record_of`.
-        present: whether they were on this machine, if they ever were.
-        others: whether another root cause is known.
+    """Add a cause for ranks that are alike: in what waits for them, and in their ``record``, as
+    :func:`_record_of` returns it. ``dead``: they can only have ended.
     """
     ranks = [node.rank for node in nodes]
     edges, blocked = context.graph.edges_into(nodes[0]), context.blocked_by(nodes)
     op = most_waited(edges).op
-    reason = _reason(context, ranks, edges, record, dead=present and not record)
-    dead = reason == "left-nothing"
-    culprits = _held_up_by(context, nodes, reason)
+    reason = _reason(context, ranks, op, record, dead=dead)
+    culprits = _culprits(context, nodes, reason)
+    # of a rank whose log says nothing, it is not even known that it waits
+    no_victims = ranks if reason in _LOG_TELLS_NOTHING else culprits
     cause = Unrecorded(
-        kind="dead" if dead else "missing",
+        kind="dead" if reason == "left-nothing" else "missing",
         why="unknown",
-        root_cause=(dead and not context.job.foreign) or not others,
+        root_cause=(reason == "left-nothing" and not context.job.foreign) or not other_cause_known,
         culprits=culprits,
         blamed_by="absence",
-        victims=sorted(set(blocked) - set(ranks if reason in _LOG_TELLS_NOTHING else culprits)),
+        victims=sorted(set(blocked) - set(no_victims)),
         confidence=_confidence(reason, ranks),
         ranks=ranks,
         processes=processes_of(context, ranks),
         reason=reason,
         stuck_s=_stuck_watchdog_s(context, ranks) if reason == "watchdog-stuck" else 0,
         waits=waits_of(context, edges),
+        # a group of more ranks than the job has: one of its members may run under another number
         idle=_idle(context) if min(ranks) >= context.job.size else [],
         job_size=context.job.size,
     )
     context.cases.append(Case(cause, op, None, edges, blocked))
 
 
-def _held_up_by(context: Context, nodes: list[WaitNode], reason: NoRecord) -> list[int]:
+def _culprits(context: Context, nodes: list[WaitNode], reason: NoRecord) -> list[int]:
     """Return the ranks to blame: a single one, or those that have ended. If the waits for several
     broke off because a peer had ended, one ended first, and the others may have because of it.
     """
@@ -151,13 +157,14 @@ def _idle(context: Context) -> list[int]:
 
 
 def _reason(
-    context: Context, ranks: Sequence[int], edges: Sequence[Edge], record: str, *, dead: bool
+    context: Context, ranks: Sequence[int], op: Collective, record: str, *, dead: bool
 ) -> NoRecord:
+    """Return why nothing tells whether ranks that are alike came to ``op``."""
     if record == "silent":
         return "watchdog-stuck" if _stuck_watchdog_s(context, ranks) else "silent"
-    view, op = context.job.views.get(ranks[0]), most_waited(edges).op
     if any(rank in context.job.strangers for rank in ranks):
         return "not-recorded"
+    view = context.job.views.get(ranks[0])
     if view is not None:
         return "outdated" if view.is_older_than(op.announced_ns) else "unreadable"
     if dead:
@@ -174,7 +181,9 @@ def _confidence(reason: NoRecord, ranks: Sequence[int]) -> Confidence:
 
 
 def _stuck_watchdog_s(context: Context, ranks: Sequence[int]) -> int:
-    """Return for how long a watchdog of these ranks was stuck, in seconds, as their logs tell."""
+    """Return how long a watchdog of these ranks was stuck, in seconds, as their logs tell; 0: none
+    was.
+    """
     dumps = [context.job.views[rank].dump for rank in ranks if rank in context.job.views]
     return max((dump.stuck_watchdog_s for dump in dumps if dump is not None), default=0)
 
@@ -190,7 +199,7 @@ class UnwrittenCase(Case[Unwritten]):
 
 def find_skipped_writes(context: Context) -> None:
     """Find the cycles in which ranks wait for a key, and the rank that wrote such keys before waits
-    for these ranks.
+    for these ranks. Take them out of the graph's deadlocks.
 
     That rank is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be
     where they should not be.
@@ -198,13 +207,14 @@ def find_skipped_writes(context: Context) -> None:
     graph, left = context.graph, []
     for component in graph.deadlocks:
         waits = [node for node in component if node.kind == "wait"]
-        held = [node for node in waits if graph.blocks[node].op.is_store_wait]
-        ends = [end for node in held for end in graph.edges[node].items()]
+        for_key = [node for node in waits if graph.blocks[node].op.is_store_wait]
+        ends = [end for node in for_key for end in graph.edges[node].items()]
         edges = [edge for _, edge in ends]
         wrote = writes_of_kind(context.job, edges[0].op) if edges else {}
-        awaited = {(target.rank, edge.instance) for target, edge in ends}
-        writer = awaited.pop()[0] if len(awaited) == 1 else -1
-        if writer in wrote and len(held) > len(waits) - len(held):
+        writers_and_keys = {(target.rank, edge.instance) for target, edge in ends}
+        # if they wait for several keys or writers, the cycle has no single cause
+        writer = writers_and_keys.pop()[0] if len(writers_and_keys) == 1 else -1
+        if writer in wrote and len(for_key) > len(waits) - len(for_key):
             _skipped_write(context, writer, wrote[writer], waits, edges)
         else:
             left.append(component)
@@ -262,12 +272,12 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
     for node, edges in edges_of.items():
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
         blocked, listens = context.blocked_by([node]), listens_at(context.job, op)
-        elsewhere = _group_elsewhere(context, ranks, op) if listens is False else None
+        elsewhere = _rest_of_group(context, ranks, op) if listens is False else None
         sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
         decision = by_majority(sides) or UNDECIDED
         culprits = list(decision.culprits)
         cause = Unwritten(
-            # a client tries to connect again only after a pause
+            # a server that has just begun to listen: its clients try again only after a pause
             kind="waiting" if listens and not context.waits_too_long(ranks) else "missing",
             why="unknown",
             root_cause=True,
@@ -286,9 +296,12 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         context.cases.append(case)
 
 
-def _group_elsewhere(context: Context, ranks: list[int], op: Collective) -> GroupName | None:
+def _rest_of_group(context: Context, ranks: list[int], op: Collective) -> GroupName | None:
     """Return the group made by hand, at another address than the store that these ranks wait for,
-    in which other ranks wait for as many members, while every rank of the job waits; else None.
+    of which they seem to be the missing members; else None.
+
+    Ranks 0-2 wait at ``host:29600`` for a group of 4, rank 3 for the store at ``host:29601``, and
+    no rank of the job does anything else: so rank 3 was to be the fourth.
     """
     views, waiting = context.job.views, defaultdict(list)
     for rank in views.keys() - {*ranks}:

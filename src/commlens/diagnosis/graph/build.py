@@ -54,22 +54,26 @@ def build_wait_graph(job: JobIndex, mismatches: list[RecordMismatch]) -> Graph:
 
 @dataclass
 class _Arrivals:
-    """The ranks that a collective waits for, in the group's order. Determined once for all threads
-    that wait in it.
+    """The ranks that a collective waits for, in the group's order: if rank 2 has not issued it and
+    rank 3 has enqueued it behind an op that hangs, ``absent=[2]`` and ``behind=[3]``. Determined
+    once for all threads that wait in it.
     """
 
     absent: list[int] = field(default_factory=list)  # have not issued it, or failed in it
-    # have enqueued it behind the op in which they are stuck
+    # are stuck in an op that comes before it, on their device or in their program
     behind: list[int] = field(default_factory=list)
     dead: list[int] = field(default_factory=list)  # died in it
-    no_record: list[int] = field(default_factory=list)  # or not of what they did last
-    # by strict verification: (announced_ns, rank), ascending
+    # have no record, or none of what they did last
+    no_record: list[int] = field(default_factory=list)
+    # raised in it under strict verification: (announced_ns, rank), ascending
     refused: list[tuple[int, int]] = field(default_factory=list)
     first_refusal_ns: int = 0
     node: WaitNode | None = None  # once a thread waits at it
 
-    def add_behind(self, other: RankView, issued: bool | None, since_ns: int) -> None:
-        """Add a rank whose records end before the collective, or do not hold it."""
+    def add_without_record(self, other: RankView, issued: bool | None, since_ns: int) -> None:
+        """Add a rank whose records end before the collective, or do not hold it. ``issued``: the
+        answer of :func:`has_issued`; ``since_ns``: when another rank issued it.
+        """
         if issued is False:
             self.absent.append(other.rank)
         elif issued is None and other.is_log:
@@ -119,15 +123,14 @@ class _GraphBuilder:
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
 
     def build(self) -> Graph:
-        """Follow every stuck thread of the processes that have not died."""
+        """Follow every stuck thread of the processes that have not died. Where all processes have
+        ended, those of which nobody saw how did wait, and then were ended.
+        """
         all_ended = all(view.exit.ended for view in self.job.views.values())
-        for rank in sorted(self.job.views):
-            view = self.job.views[rank]
-            follow = not view.died or (all_ended and view.exit.kind == "gone")
-            for thread in sorted(view.blocks):
-                block = view.blocks[thread]
-                if block.stuck and follow:
-                    self._todo.append((view, block))
+        for _, view in sorted(self.job.views.items()):
+            if not view.died or (all_ended and view.exit.kind == "gone"):
+                blocks = (view.blocks[thread] for thread in sorted(view.blocks))
+                self._todo += [(view, block) for block in blocks if block.stuck]
         self._follow_all()
         self.graph.deadlocks = self.graph.find_cycles()
         if any(view.head is not None for view in self.job.views.values()):
@@ -190,7 +193,9 @@ class _GraphBuilder:
             self._follow_collective(view, node, op)
 
     def _caused_refusals(self, op: Collective) -> bool:
-        """Return whether the rank is no victim: its peers were refused as it had not arrived."""
+        """Return whether a rank was refused only because its peers had been before, as it had not
+        arrived: then its wait is no victim's.
+        """
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
         first = self._arrivals(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns
@@ -215,8 +220,9 @@ class _GraphBuilder:
     def _add_collective(
         self, view: RankView, node: WaitNode, key: ChannelKey, op: Collective, *, last: bool
     ) -> bool:
-        """Add the edge to one collective. Return False if no rank holds it up and it is not the
-        last candidate.
+        """Add the edge to one collective: to the mismatch that explains it, to the ranks that came
+        too late for strict verification, or to its node. Return False if no rank holds it up, and
+        it is not the ``last`` one to try.
         """
         number = op.sequence_number
         edge = self._edge(op, Instance(key, number), view)
@@ -280,7 +286,8 @@ class _GraphBuilder:
             if other is None:
                 arrivals.no_record.append(member)
             elif track is None or track.last < number:
-                arrivals.add_behind(other, has_issued(other, key, number, since_ns), since_ns)
+                issued = has_issued(other, key, number, since_ns)
+                arrivals.add_without_record(other, issued, since_ns)
             elif number in track.ops and not lost_count(other, key, number):
                 arrivals.add_met(other, track.ops[number])
         if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
@@ -292,14 +299,16 @@ class _GraphBuilder:
     # --- keys of the store
 
     def _follow_key(self, view: RankView, node: WaitNode, op: Collective) -> None:
-        """Add the edge to the rank that should write a key, if the records show it."""
+        """Add the edge to the rank that should write a key, if the records show it; else to the
+        key.
+        """
         edge = self._edge(op, Instance(op.channel.key, op.sequence_number), view)
         writer = expected_writer(self.job, op)
         if writer is None:
             self.graph.add(node, self._instance_node("key", edge.instance), edge)
         elif writer in self.job.views:
             other = self.job.views[writer]
-            # however short its wait for this rank: it never ends
+            # a wait of the writer for this rank never ends: it is stuck, however short
             for block in other.blocks.values():
                 block.stuck = block.stuck or any(lacks(view, part) for part in block.parts)
             self._wait_for_rank(node, other, op.channel.key, edge)
@@ -309,7 +318,9 @@ class _GraphBuilder:
     # --- point to point
 
     def _follow_message(self, view: RankView, node: WaitNode, op: Collective) -> None:
-        """Add the edge to what holds up a message: its mismatch, its peer, or nothing known."""
+        """Add the edge to what holds up a message: its mismatch, its peer, or the message itself if
+        both sides have issued it.
+        """
         key = op.channel.key
         if op.peer is None:
             self._follow_any_source(view, node, op)
@@ -330,7 +341,7 @@ class _GraphBuilder:
             match = find_counterpart(view, other, key, op)
             sent = op if op.op == "send" or match is None else match
             edge = Edge(op, Instance(key, sent.sequence_number, sender, receiver), view.rank)
-        if match is None:
+        if match is None:  # the peer has not issued its side
             self._wait_for_rank(node, other, key, edge)
         elif is_queued(other, match):
             self._wait_for_device(node, other, key, edge)
