@@ -1,5 +1,8 @@
-"""Words about groups and meshes on which ranks disagree, and about ranks that exist twice: "rank 3
-asks for ranks [0, 1] in new_group #2, the others for ranks [0, 2]".
+"""Word the findings of ranks that disagree on a group or mesh, and of ranks that exist twice.
+
+Say rank 3 asks for other ranks than ranks 0-2. Then the summary is "rank 3 asks for ranks [0, 1] in
+new_group #2, the others for ranks [0, 2]", and the explanation names the lines: "Ranks 0-2 ask for
+ranks [0, 2] at train.py:20 main. Rank 3 asks for ranks [0, 1] at train.py:31 main."
 """
 
 from __future__ import annotations
@@ -27,21 +30,27 @@ _RULE = (
     "All ranks must call new_group in the same order with the same ranks, also for groups that they"
     " are not in."
 )
-_SHOWN = 4  # sides
-_WAITS_MAX = 8
-_HASH = 40  # characters of sha1
+_SHOWN = 4  # sides, groups or processes that a sentence lists
+_WAITS_SHOWN = 8
+_HASH = 40  # characters of a sha1, the name of a group made with use_local_synchronization
 
 
 def words(context: Context, case: Case[GroupsDiffer]) -> Words:
     """Return what a finding says about ranks that disagree on a group."""
     if case.cause.difference == "name":
-        return _other_names(context, case)
+        return _words_of_names(context, case)
     if case.cause.names:
-        return _halves(context, case)
-    return _went_on(context, case) if case.cause.not_called_by else _sides(context, case)
+        return _words_of_hand_made(context, case)
+    if case.cause.not_called_by:
+        return _words_of_skipped_call(context, case)
+    return _words_of_requests(context, case)
 
 
-def _other_names(context: Context, case: Case[GroupsDiffer]) -> Words:
+def _words_of_names(context: Context, case: Case[GroupsDiffer]) -> Words:
+    """Of members that call new_group for the same ranks, and wait under names that differ: "the
+    members of one group of ranks [0, 3] do not meet: rank 0 waits under the name 9e09e94f... and
+    rank 3 waits under the name 1b645389..."
+    """
     cause = case.cause
     op = case.ops[min(case.ops)]
     asked, where = _asked(op), frame_phrase(op.source) or "an unknown line"
@@ -55,7 +64,7 @@ def _other_names(context: Context, case: Case[GroupsDiffer]) -> Words:
             f"They wait in new_group at {where}.",
             "With use_local_synchronization, torch makes a group's name of its ranks and of the"
             " number of groups that the process is in.",
-            _groups_more(cause),
+            _why_names_differ(cause),
         ),
         next_step=(
             f"make the group of {asked} before groups that only some of these ranks are in, or"
@@ -65,23 +74,26 @@ def _other_names(context: Context, case: Case[GroupsDiffer]) -> Words:
     )
 
 
-def _halves(context: Context, case: Case[GroupsDiffer]) -> Words:
-    """Of a group made by hand whose members wait for each other in two places."""
+def _words_of_hand_made(context: Context, case: Case[GroupsDiffer]) -> Words:
+    """Of a group that the program makes past new_group, whose members wait for each other in two
+    places: "the members of a group that the program makes do not meet: rank 3 waits at
+    n1:29601/weights and ranks 0-2 wait at n1:29600/weights"
+    """
     cause, (most, odd) = case.cause, case.cause.sides
     sizes = [len(case.ops[side[0]].channel.group.ranks) for side in (most, odd)]
     here, there = (
         frame_phrase(case.ops[side[0]].source) or "an unknown line" for side in (odd, most)
     )
-    told = (
-        [f"for {count(size, 'member')}" for size in sizes]
-        if cause.difference == "size"
-        else [f"at {each.name}" for each in cause.names]
-    )
+    if cause.difference == "size":
+        what = "number of members"
+        waits_for = [f"for {count(size, 'member')}" for size in sizes]
+    else:
+        what = "store's address and prefix"
+        waits_for = [f"at {each.name}" for each in cause.names]
     under = [
         f"{ranks_and_verb(side, 'waits', 'wait')} {text}"
-        for side, text in zip((odd, most), reversed(told), strict=True)
+        for side, text in zip((odd, most), reversed(waits_for), strict=True)
     ]
-    what = "number of members" if cause.difference == "size" else "store's address and prefix"
     return Words(
         summary=f"the members of a group that the program makes do not meet: {joined(under)}",
         explanation=f"Together they are its {min(sizes)} members.",
@@ -94,9 +106,9 @@ def _halves(context: Context, case: Case[GroupsDiffer]) -> Words:
     )
 
 
-def _groups_more(cause: GroupsDiffer) -> str:
+def _why_names_differ(cause: GroupsDiffer) -> str:
     """``"Ranks 0,3 have made one group more (9e09e94f... of ranks [0, 3] at train.py:10), so the
-    names differ."``
+    names differ."`` Empty if the number of groups is unknown or the same.
     """
     numbers = [each.groups_before for each in cause.names if each.groups_before is not None]
     if len(numbers) < len(cause.names) or len(set(numbers)) < 2:
@@ -122,7 +134,10 @@ def _short(name: str) -> str:
     return f"{name[:8]}..." if len(name) == _HASH else name
 
 
-def _went_on(context: Context, case: Case[GroupsDiffer]) -> Words:
+def _words_of_skipped_call(context: Context, case: Case[GroupsDiffer]) -> Words:
+    """Of ranks that wait in new_group, and others that went on to a collective without it: "ranks
+    1-3 did not call new_group #2 of ranks [0, 1]; rank 0 did"
+    """
     (callers,), others = case.cause.sides, case.cause.not_called_by
     later = went_on_to(context, others)
     op = next(op for _, op in sorted(case.ops.items()) if op.in_flight)
@@ -150,7 +165,8 @@ def _went_on(context: Context, case: Case[GroupsDiffer]) -> Words:
     )
 
 
-def _sides(context: Context, case: Case[GroupsDiffer]) -> Words:
+def _words_of_requests(context: Context, case: Case[GroupsDiffer]) -> Words:
+    """Of ranks that met in one call and ask for different groups, as in the module's example."""
     cause, ops, sides = case.cause, case.ops, case.cause.sides
     usual, odd, is_tie = ops[sides[0][0]], ops[sides[1][0]], not cause.culprits
     here, there = (frame_phrase(op.source) or _call(usual) for op in (odd, usual))
@@ -180,16 +196,21 @@ def _sides(context: Context, case: Case[GroupsDiffer]) -> Words:
 
 
 def _call(op: Collective) -> str:
+    """``"new_group #2"``; ``"init_process_group"``, which a process usually calls once."""
     return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number}"
 
 
 def _tie_summary(case: Case[GroupsDiffer]) -> str:
+    """``"ranks disagree in new_group #2: ranks [0, 1] (ranks 0-1) against ranks [2, 3] (ranks
+    2-3)"``
+    """
     ops, sides = case.ops, case.cause.sides
     asked = [f"{_asked(ops[side[0]])} ({ranks_phrase(side)})" for side in sides[:3]]
     return f"ranks disagree in {_call(ops[sides[0][0]])}: {' against '.join(asked)}"
 
 
 def _odd_summary(case: Case[GroupsDiffer]) -> str:
+    """``"rank 3 asks for ranks [0, 1] in new_group #2, the others for ranks [0, 2]"``"""
     ops, (most, *others) = case.ops, case.cause.sides
     odd_ones = [
         f"{ranks_and_verb(side, 'asks', 'ask')} for {_asked(ops[side[0]])}" for side in others[:3]
@@ -215,16 +236,15 @@ def _requests(case: Case[GroupsDiffer]) -> list[str]:
 
 
 def _how_it_differs(case: Case[GroupsDiffer]) -> str:
+    """``"Rank 3 skipped the group of ranks [0, 2]."``; empty if only the arguments differ."""
     ops, sides = case.ops, case.cause.sides
     usual, odd = _asked(ops[sides[0][0]]), _asked(ops[sides[1][0]])
     how = {
-        None: "",
         "order": "made them in another order",
         "skipped": f"skipped the group of {usual}",
         "skipped-first": f"did not begin with the group of {usual}",
         "one-too-many": f"made a group of {odd} too many",
-        "name": "",
-    }[case.cause.difference]
+    }.get(case.cause.difference or "")
     return f"{capital(ranks_phrase(sides[1]))} {how}." if how else ""
 
 
@@ -233,13 +253,15 @@ def _waits(context: Context, ranks: list[int]) -> list[str]:
     return [
         f"{phrases.name(context, rank)} waits in {op_phrase(block.op)} at"
         f" {frame_phrase(block.op.source) or 'an unknown line'}."
-        for rank in ranks[:_WAITS_MAX]
+        for rank in ranks[:_WAITS_SHOWN]
         for block in list(context.job.views[rank].blocks.values())[:1]
     ]
 
 
 def _asked(op: Collective) -> str:
-    """Return what a call asks for, in the words of reports."""
+    """Return what a call asks for: ``"ranks [0, 1]"``; in init_process_group ``"4 ranks at port
+    29500 with gloo"``.
+    """
     group = op.channel.group
     if op.op == "new_group":
         return (

@@ -65,12 +65,6 @@ def _rose(event: HealthEvent) -> str:
     return f"{subject} rose from {_value(event.before)} to {_value(event.after)}"
 
 
-def _fell(what: str) -> Callable[[HealthEvent], str]:
-    return lambda event: (
-        f"{what} of {event.part} fell from {_value(event.before)} to {_value(event.after)}"
-    )
-
-
 def _is_silent(event: HealthEvent) -> str:
     again = ", for a while" if event.over else ""
     return f"the file server {event.part} did not respond{again}"
@@ -126,7 +120,9 @@ _EVENTS: Mapping[What, Callable[[HealthEvent], str]] = {
         lambda event: f"{event.part} went down{' and came up again' if event.over else ''}"
     ),
     "link-up": lambda event: f"{event.part} came up",
-    "rate-fell": _fell("the rate"),
+    "rate-fell": lambda event: (
+        f"the rate of {event.part} fell from {_value(event.before)} to {_value(event.after)}"
+    ),
     "adapter-error": lambda event: f"the driver reported an error of {event.part}",
     "errors-rose": _rose,
     "drops-rose": _rose,

@@ -1,5 +1,8 @@
-"""The next step that each kind of finding recommends, and what to do with the job, as clauses:
-"look at load_batch (train.py:57) on rank 2".
+"""Word the next step that each kind of finding recommends, and what to do with the job.
+
+Each ``..._step`` function returns a clause in the imperative, which the report shows after
+``NEXT``: for ranks that load data, :func:`missing_step` returns "look at load_batch (train.py:57)
+on rank 2, and at the storage and the workers of its data loader".
 """
 
 from __future__ import annotations
@@ -63,43 +66,12 @@ _BECAUSE: Final[Mapping[Because, str]] = MappingProxyType(
 )
 
 
-# --- ranks that do not come, or disagree
+# --- ranks that do not come
 
 
 def lines_of(ops: Iterable[Collective]) -> list[str]:
     """Return the different lines that issued some ops, as far as they are known."""
     return list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
-
-
-def tie_step(ops: Sequence[Collective]) -> str:
-    """Recommend a step for sides that disagree, with an op of each."""
-    lines = lines_of(ops)
-    paths = parting_paths(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
-    if (
-        paths is not None
-        and all(path.place for path in paths)
-        and any(path.with_caller != path.place for path in paths)
-    ):
-        here, there = (path.with_caller for path in paths)
-        return f"find out why one side comes to {here}, and the other to {there}"
-    if len(lines) > 1:
-        return f"find out why the sides come to different lines: {joined(lines[:3])}"
-    if len(ops) == 1 or _are_exchanges(ops):
-        line = "".join(f" at {line}" for line in lines)
-        differs = "splits" if ops[0].op == "all_to_all" else "groups"
-        return step_without_tensors(ops[0].op, line) or (
-            f"compare the {differs} that these ranks pass to {ops[0].op}{line}"
-        )
-    if not lines:
-        return (
-            "find the branch, or the input, in which these ranks part: no record tells their lines;"
-            " `commlens launch` records them, or torch's Flight Recorder (TORCH_FR_BUFFER_SIZE)"
-        )
-    return f"find out why the ranks reach {lines[0]} with different calls"
-
-
-def _are_exchanges(ops: Iterable[Collective]) -> bool:
-    return {op.op for op in ops} == {"all_to_all"}
 
 
 def missing_step(
@@ -218,10 +190,10 @@ def ended_step(op: Collective, ended: Sequence[int], came: Sequence[int], path: 
     where = f" at {path}" if path else ""
     without = f"{ranks_phrase(ended)} {verb(ended, 'ends', 'end')} without {op.op}{where}"
     alone = f"{ranks_phrase(came)} alone {verb(came, 'issues', 'issue')} {op.op}{where}"
-    sides = {1: without, -1: alone}.get(
-        (len(ended) < len(came)) - (len(ended) > len(came)), f"{without}, or {alone}"
-    )
-    return f"find the branch in which {sides}"
+    if len(ended) == len(came):
+        return f"find the branch in which {without}, or {alone}"
+    # the minority is the odd side
+    return f"find the branch in which {without if len(ended) < len(came) else alone}"
 
 
 def midway_step(loop: Loop, culprits: Sequence[int]) -> str:
@@ -315,6 +287,38 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
 # --- ranks that disagree
 
 
+def tie_step(ops: Sequence[Collective]) -> str:
+    """Recommend a step for sides that disagree, with an op of each."""
+    lines = lines_of(ops)
+    paths = parting_paths(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
+    if (
+        paths is not None
+        and all(path.place for path in paths)
+        # their callers tell more than the lines alone, as of two calls of one helper
+        and any(path.with_caller != path.place for path in paths)
+    ):
+        here, there = (path.with_caller for path in paths)
+        return f"find out why one side comes to {here}, and the other to {there}"
+    if len(lines) > 1:
+        return f"find out why the sides come to different lines: {joined(lines[:3])}"
+    if len(ops) == 1 or _are_exchanges(ops):
+        line = "".join(f" at {line}" for line in lines)
+        differs = "splits" if ops[0].op == "all_to_all" else "groups"
+        return step_without_tensors(ops[0].op, line) or (
+            f"compare the {differs} that these ranks pass to {ops[0].op}{line}"
+        )
+    if not lines:
+        return (
+            "find the branch, or the input, in which these ranks part: no record tells their lines;"
+            " `commlens launch` records them, or torch's Flight Recorder (TORCH_FR_BUFFER_SIZE)"
+        )
+    return f"find out why the ranks reach {lines[0]} with different calls"
+
+
+def _are_exchanges(ops: Iterable[Collective]) -> bool:
+    return {op.op for op in ops} == {"all_to_all"}
+
+
 def raised_step(raised: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks whose call raised an error, after which their program went on."""
     return (
@@ -354,6 +358,7 @@ def mismatch_step(
 
 
 def _ends_of(paths: tuple[Path, Path], first: Collective, usual: Collective) -> tuple[str, str]:
+    """Return the places where two paths part: lines, or ops where no line is known."""
     return paths[0].with_caller or first.op, paths[1].with_caller or usual.op
 
 
@@ -387,6 +392,7 @@ def parting_step(
 
 
 def _astray_step(mismatch: RecordMismatch) -> str:
+    """Recommend a step for a send and a receive that never meet."""
     (sender, send), (receiver, recv) = mismatch.ops.items()
     out, into = (frame_phrase(op.source) or op.op for op in (send, recv))
     if (send.peer, recv.peer) == (receiver, sender):
@@ -414,8 +420,8 @@ def recomputed_step(again: Recomputed) -> str:
     sends = again.message.op == "send"
     return (
         f"keep the {'send' if sends else 'receive'}{f' at {again.source}' if again.source else ''}"
-        " out of the function that activation checkpointing runs again, or let rank"
-        f" {again.message.peer} {'receive' if sends else 'send'} again, too"
+        " out of the function that activation checkpointing runs again, or let"
+        f" {rank_phrase(again.message.peer)} {'receive' if sends else 'send'} again, too"
     )
 
 
@@ -489,6 +495,7 @@ def outside_step(signal: str) -> str:
 
 
 def _exception_step(view: RankView, line: str) -> str:
+    """Recommend a step for a rank that raised an error of which nothing more is known."""
     rank, ended = rank_phrase(view.rank), worker_end(view.log.exception)
     if not ended:
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"

@@ -1,4 +1,9 @@
-"""Phrases about ranks, processes, waits and collectives that several kinds of findings share."""
+"""Phrases about ranks, processes, waits and collectives that several kinds of findings share.
+
+Each turns data into a part of a sentence: ``exit_words(exit, [2, 3])`` is ``"died of SIGKILL"``,
+and ``ranks_phrase([2, 3])`` before it, of :mod:`commlens.text`, its subject. A docstring shows the
+result; ``capital`` and the full stop are the caller's where it has none.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ from commlens.text import (
 
 # --- what a process did, or does
 
-_ONE = (0,)  # any rank: the verb is singular
+_ONE = (0,)  # some single rank, for a verb in the singular
 
 
 def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
@@ -47,11 +52,8 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
         end: how it ended.
         ranks: that ended so, which is the subject of the verb.
     """
-    signal, was, its = (
-        end.signal or "a signal",
-        verb(ranks, "was", "were"),
-        verb(ranks, "its", "their"),
-    )
+    signal = end.signal or "a signal"
+    was, its = verb(ranks, "was", "were"), verb(ranks, "its", "their")
     gone = verb(ranks, "is gone; how it", "are gone; how they")
     exited = f"{was} killed by {end.signal}" if end.signal else f"exited with status {end.status}"
     while_exiting = f" while {verb(ranks, 'it was', 'they were')} exiting" * end.was_exiting
@@ -80,11 +82,13 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
 
 
 def _after_error(end: ProcessExit) -> str:
+    """``" after ValueError: ..."``; empty without an error."""
     error = "a DistributedOperationException" if end.refused else end.error
     return f" after {error}" if error else ""
 
 
 def _after_last_group(end: ProcessExit, ranks: Sequence[int]) -> str:
+    """``" after it had destroyed its last process group"``; empty if it had not."""
     if not end.was_exiting:
         return ""
     had, its = verb(ranks, "it had", "they had"), verb(ranks, "its", "their")
@@ -125,6 +129,7 @@ def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
 
 
 def _running(doing: Activity, ranks: Sequence[int], inside: str, since: str) -> str:
+    """``"has been compiling in train.py:57 step for 31 s"``"""
     is_ = verb(ranks, "is", "are")
     if doing.stack.why == "initialising":
         return f"{is_} still initialising{inside}{since}"
@@ -230,8 +235,9 @@ def how_long_they_wait(context: Context, edges: Sequence[Edge]) -> str:
     """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``;
     lines that differ are listed.
     """
+    # A rank decodes its reduce ops some time after it issues them. Where it has not yet, it is that
+    # of the others, so that one line is not listed twice.
     reduce_ops = {(edge.op.op, edge.op.args.reduce_op) for edge in edges if edge.op.args.reduce_op}
-    # a rank decodes its reduce ops some time after it issues them
     known = dict(reduce_ops) if len(reduce_ops) == 1 else {}
     by_line = grouped(
         (
@@ -280,11 +286,8 @@ def _hosts(context: Context, edges: Sequence[Edge]) -> str:
     for rank, op in ahead.items():
         stack = context.job.views[rank].log.main_stack
         frame = stack.source if stack is not None else None
-        if (
-            frame is not None
-            and frame != op.source
-            and not (stack is not None and stack.taken_ns and stack.taken_ns < op.announced_ns)
-        ):
+        is_older = stack is not None and 0 < stack.taken_ns < op.announced_ns
+        if frame is not None and frame != op.source and not is_older:
             by_line[frame_phrase(frame)].append(rank)
     if not by_line:
         return ""
@@ -470,7 +473,7 @@ def first_line(error: str) -> str:
 
 # --- the sides of a tie
 
-_SIDES_SHOWN = 4  # sides
+_SIDES_SHOWN = 4
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
 
 
@@ -489,23 +492,23 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
     ranks 4-7 issue ..."``.
 
     A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ
-    are told apart. Of two sides, the call paths are told from where they part.
+    get parts of their own. Of two sides, the call paths are given from where they part.
     """
     paths = _paths_of(sides, ops)
-    told = [
-        said
+    at_lines = [
+        ranks_and_line
         for ranks in sides
-        for said in ranks_by_text(
+        for ranks_and_line in ranks_by_text(
             ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack))
         )
     ]
     parts = []
-    for ranks, where in told[:_SIDES_SHOWN]:
+    for ranks, where in at_lines[:_SIDES_SHOWN]:
         parts.append(
             f"{ranks_and_verb(ranks, 'issues', 'issue')}"
             f" {kinds_phrase([ops[rank] for rank in ranks])}{where}"
         )
-    more = [rank for ranks, _ in told[_SIDES_SHOWN:] for rank in ranks]
+    more = [rank for ranks, _ in at_lines[_SIDES_SHOWN:] for rank in ranks]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 
 
@@ -546,13 +549,14 @@ def _paths_of(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> 
 
 
 def _at_line(op: Collective, path: Path | None) -> str:
+    """``" at train.py:20 step (float32[4] SUM)"``"""
     args, line = args_phrase(op), path.phrase if path is not None else frame_phrase(op.source)
     return f"{f' at {line}' if line else ''}{f' ({args})' if args else ''}"
 
 
 def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
-    """Say what the ranks of a side have in common: the host, their half, their parity or their
-    place in a mesh; empty if nothing.
+    """``"The sides follow the hosts: ranks 0-3 are on n1 and ranks 4-7 are on n2."`` Also by which
+    groups, halves or parity they differ; empty if by none.
     """
     if len(sides) < 2:
         return ""
