@@ -80,8 +80,8 @@ class _Subject:
     # --- of the window
     samples: deque[_Sample] = field(default_factory=deque)
     counts: deque[_Counts] = field(default_factory=deque)
-    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and process.cpu_waits_ns
-    core_waits: deque[tuple[int, dict[int, tuple[int, int]]]] = field(default_factory=deque)
+    # while the watchdog thread is silent: CLOCK_MONOTONIC ns, and each thread's times
+    core_waits: deque[tuple[int, dict[int, process.CoreTimes]]] = field(default_factory=deque)
     # CLOCK_MONOTONIC ns, and the seconds so far for which the CPU quota stopped it (-1: unknown)
     throttled: deque[tuple[int, float]] = field(default_factory=deque)
     # --- as of the last reading
@@ -149,7 +149,7 @@ class Observer:
             self._read_cgroup(subject, now)
             _forget(subject.throttled, kept_ns)
         if self._watchdog_is_silent(subject) and _is_due(subject.core_waits, now, _COUNTS_EVERY_S):
-            subject.core_waits.append((now, process.cpu_waits_ns(subject.pid)))
+            subject.core_waits.append((now, process.core_times(subject.pid)))
             _forget(subject.core_waits, kept_ns)
         if self._box_lacks_stacks(subject):
             self._start_py_spy(subject)

@@ -454,32 +454,43 @@ def cpu_wait_ns(pid: int) -> int | None:
     return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None
 
 
-def cpu_waits_ns(pid: int) -> dict[int, tuple[int, int]]:
-    """Return for how long each thread of a process was ready to run and had no CPU, and for how
-    long it has run (-1 if it sleeps now), in ns since its start, by thread id. Waits that have not
-    ended are left out: ``longest_cpu_wait_ns`` knows of them.
-    """
-    waits: dict[int, tuple[int, int]] = {}
+class CoreTimes(NamedTuple):
+    """How a thread got cores since its start."""
+
+    waited_ns: int  # ready to run, without a core; only waits that have ended
+    ran_ns: int
+    is_ready: bool  # runs now, or waits for a core
+    sleeps: int  # how often it has slept: its voluntary context switches
+
+
+def core_times(pid: int) -> dict[int, CoreTimes]:
+    """Return how the threads of a process got cores, by thread id."""
+    times: dict[int, CoreTimes] = {}
     with contextlib.suppress(OSError):
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):  # noqa: PTH208
             fields = (read_text(f"/proc/{pid}/task/{thread}/schedstat") or "").split()
-            if len(fields) == 3:
-                is_ready = job_dirs.stat_fields(thread)[0] == "R"
-                waits[thread] = int(fields[1]), int(fields[0]) if is_ready else -1
-    return waits
+            status = read_text(f"/proc/{pid}/task/{thread}/status") or ""
+            sleeps = re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.M)
+            if len(fields) == 3 and sleeps:
+                is_ready = "\nState:\tR" in status
+                times[thread] = CoreTimes(int(fields[1]), int(fields[0]), is_ready, int(sleeps[1]))
+    return times
 
 
 def longest_cpu_wait_ns(
-    before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]], between_ns: int
+    before: dict[int, CoreTimes], after: dict[int, CoreTimes], between_ns: int
 ) -> int:
-    """Return the longest wait for a CPU of a thread between two moments. A thread that was ready at
-    both and has not run has waited all the time, which the kernel counts only when the wait ends.
+    """Return the longest wait for a core of a thread between two moments. The kernel counts a wait
+    only when it ends; but a thread that was ready at both moments and has not slept has waited for
+    all the time in which it did not run.
     """
     return max(
         (
-            between_ns if ran >= 0 and ran == before[thread][1] else wait - before[thread][0]
-            for thread, (wait, ran) in after.items()
-            if thread in before
+            between_ns - (now.ran_ns - then.ran_ns)
+            if now.is_ready and then.is_ready and now.sleeps == then.sleeps
+            else now.waited_ns - then.waited_ns
+            for thread, now in after.items()
+            if (then := before.get(thread)) is not None
         ),
         default=0,
     )

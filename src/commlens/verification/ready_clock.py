@@ -21,14 +21,14 @@ class ReadyClock:
 
     def __init__(self) -> None:
         self._began_ns = time.monotonic_ns()
-        # by pid: when it was first watched, and its threads' waits for a core until then
-        self._waits: dict[int, tuple[int, dict[int, tuple[int, int]]]] = {}
+        # by pid: when it was first watched, and its threads' times until then
+        self._waits: dict[int, tuple[int, dict[int, process.CoreTimes]]] = {}
 
     def watch(self, pids: Collection[int]) -> None:
         """Count for these processes, too."""
         for pid in pids:
             if pid not in self._waits:
-                self._waits[pid] = time.monotonic_ns(), process.cpu_waits_ns(pid)
+                self._waits[pid] = time.monotonic_ns(), process.core_times(pid)
 
     def is_over(
         self, limit_ns: float, pids: Collection[int], passed_ns: float | None = None
@@ -53,4 +53,4 @@ class ReadyClock:
         """Return the longest wait of one of its threads: a thread that waits for another sleeps."""
         since_ns, before = self._waits[pid]
         watched_ns = time.monotonic_ns() - since_ns
-        return process.longest_cpu_wait_ns(before, process.cpu_waits_ns(pid), watched_ns)
+        return process.longest_cpu_wait_ns(before, process.core_times(pid), watched_ns)

@@ -229,23 +229,27 @@ def test_a_thread_without_a_core_is_not_kept_out_by_the_gil() -> None:
 @pytest.mark.parametrize(
     ("waits", "is_starved"),
     [
-        # the kernel counts a wait when it ends: ready three times, and has not run
-        ([(0, 5), (0, 5), (0, 5)], True),
-        ([(0, 5), (SECOND // 2, 6), (SECOND // 2, 6)], True),
-        ([(0, 5), (0, 6), (0, 6)], False),
-        ([(0, 5), (0, 6), (0, 7)], False),
-        ([(0, -1), (0, -1), (0, -1)], False),
-        ([(0, -1), (0, -1), (2 * SECOND, -1)], True),
+        # the kernel counts a wait when it ends: ready three times, and has hardly run
+        ([(0, 5, True, 3), (0, 5, True, 3), (0, 5, True, 3)], True),
+        ([(0, 5, True, 3), (0, 6, True, 3), (0, 7, True, 3)], True),
+        ([(0, 5, True, 3), (SECOND // 2, 6, True, 4), (SECOND // 2, 6, True, 4)], True),
+        # it slept, or ran
+        ([(0, 5, True, 3), (0, 6, True, 4), (0, 6, True, 4)], False),
+        ([(0, 5, True, 3), (0, SECOND, True, 3), (0, 2 * SECOND, True, 3)], False),
+        ([(0, 5, False, 3), (0, 5, False, 3), (0, 5, False, 3)], False),
+        ([(0, 5, False, 3), (0, 5, False, 3), (2 * SECOND, 9, False, 4)], True),
     ],
 )
 def test_a_thread_is_starved_by_the_waits_that_have_ended_and_the_one_that_has_not(
-    monkeypatch: pytest.MonkeyPatch, waits: list[tuple[int, int]], is_starved: bool
+    monkeypatch: pytest.MonkeyPatch, waits: list[tuple[int, int, bool, int]], is_starved: bool
 ) -> None:
     observer, now = Observer(use_py_spy=False), time.monotonic_ns()
     observer.add(os.getpid(), 0)
     for second, wait in enumerate(waits):
         monkeypatch.setattr("time.monotonic_ns", lambda second=second: now + second * SECOND)
-        monkeypatch.setattr(process, "cpu_waits_ns", lambda _, wait=wait: {7: wait})
+        monkeypatch.setattr(
+            process, "core_times", lambda _, wait=wait: {7: process.CoreTimes(*wait)}
+        )
         monkeypatch.setattr(process, "read_stat", lambda _: process.Stat(1, "S", 0.0))
         observer.sample(os.getpid(), pulse(heartbeat_ns=now - 3 * SECOND))
     assert observer.observe(os.getpid()).holds_gil is not is_starved
@@ -274,6 +278,7 @@ def test_a_process_without_a_core_does_not_hold_the_gil(
     """On a busy machine its watchdog thread gets no core either."""
     observer, now = Observer(use_py_spy=False), time.monotonic_ns()
     observer.add(os.getpid(), 0)
+    monkeypatch.setattr(process, "core_times", lambda _: {})
     for tenth in range(30):
         monkeypatch.setattr("time.monotonic_ns", lambda tenth=tenth: now + tenth * SECOND // 10)
         monkeypatch.setattr(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from commlens.processes.process import CoreTimes
 from commlens.verification import ready_clock
 from commlens.verification.waiting import Waiting
 
@@ -29,11 +30,12 @@ def test_time_in_which_a_late_rank_had_no_core_does_not_count(
     monkeypatch: pytest.MonkeyPatch, waited_s: float, without_core_s: float, is_refused: bool
 ) -> None:
 
-    def waits_of(pid: int) -> dict[int, tuple[int, int]]:
-        return {thread: (wait_ns, -1) for thread, wait_ns in core_waits_ns[pid].items()}
+    def waits_of(pid: int) -> dict[int, CoreTimes]:
+        waits = core_waits_ns[pid].items()
+        return {thread: CoreTimes(wait_ns, 0, False, 0) for thread, wait_ns in waits}
 
     core_waits_ns = {11: {11: 7 * S, 12: 0}, 13: {13: 0}}  # by process and thread, since its start
-    monkeypatch.setattr(ready_clock.process, "cpu_waits_ns", waits_of)
+    monkeypatch.setattr(ready_clock.process, "core_times", waits_of)
     peers: Any = SimpleNamespace(
         how_it_ended=lambda _: "",
         any_doubtful=lambda _: False,
