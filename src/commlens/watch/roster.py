@@ -328,6 +328,7 @@ class Roster:
         """
         self._ready = {fileno for fileno, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
         if self._wake_read in self._ready:
+            self._workers_at = 0.0  # a rank that has just started may have sent a signal
             with contextlib.suppress(BlockingIOError):
                 return os.read(self._wake_read, 4096)
         return b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from boxes import MONO, Box
 from commlens.blackbox import job_dirs
 from commlens.processes import process
 from commlens.processes.process import Stat
+from commlens.processes.ranks import RankProcess
 from commlens.watch.roster import Roster, children_workers
 
 S = 1_000_000_000
@@ -27,6 +30,18 @@ def test_a_rank_that_ends_while_it_is_looked_at_is_listed(monkeypatch: pytest.Mo
     for _ in range(2):
         (worker,) = workers()
         assert (worker.rank, worker.pid, worker.start_ticks, worker.world_size) == (3, 7, 100, 4)
+
+
+def test_after_a_signal_the_workers_are_looked_up_at_once(tmp_path: Path) -> None:
+    """A rank may have sent it that started after the last look, a moment ago."""
+    started: list[RankProcess] = []
+    with contextlib.closing(Roster([tmp_path], workers=lambda: started)) as roster:
+        assert roster.refresh() == []
+        started.append(RankProcess(1, NO_PROCESS, 777))
+        assert roster.refresh() == [], "the launcher's children are listed only every 0.1 s"
+        os.write(roster.wake_fileno, b"T")
+        assert roster.wait(1.0) == b"T"
+        assert [member.rank for member in roster.refresh()] == [1]
 
 
 @pytest.mark.parametrize(
