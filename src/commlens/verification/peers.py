@@ -178,9 +178,10 @@ class Peers:
         return "was killed or crashed" if ended else ""
 
     def pids_here(self, ranks: Iterable[int]) -> list[int]:
-        """Return the processes of those of these ranks that are on this node."""
-        boards = [self[rank] for rank in ranks]
-        return [board.pid for board in boards if not board.is_remote]
+        """Return the processes here that these ranks' announcements wait for: the ranks, and
+        the relay for those on other nodes.
+        """
+        return [*{self[rank].pid for rank in ranks}]
 
     def is_doubtful(self, rank: int) -> bool:
         """Return whether it is not known if a rank on another node lives. If that lasts, the rank

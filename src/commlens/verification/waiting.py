@@ -183,7 +183,7 @@ class Waiting:
                     self._bells.sleep(first, heard)
                     self._refusals.raise_new()
                     self._comparison.compare(pending)
-                if patience_ns is not None and now - began > patience_ns:
+                if patience_ns is not None and self._is_over(pending, patience_ns, now - began):
                     return
                 if now - checked > CHECK_EVERY_NS:
                     if releases and self._is_released(pending, wanted, now - began):
@@ -193,6 +193,14 @@ class Waiting:
         finally:
             self._bells.awake(thread)
             self._board.set_waiting(0, 0, 0)
+
+    def _is_over(self, pending: Pending, patience_ns: int, waited_ns: int) -> bool:
+        """Return whether a short wait is over. Time in which an absent rank had no core does not
+        count.
+        """
+        return waited_ns > patience_ns and self._clock(pending).is_over(
+            patience_ns, self._peers.pids_here(pending.absent), waited_ns
+        )
 
     def _is_released(self, pending: Pending, wanted: set[int], waited_ns: int) -> bool:
         """Return whether an absent rank may wait for a key that this rank writes to a store."""
