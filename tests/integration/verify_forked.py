@@ -133,6 +133,8 @@ class Jobs:
                     "debug": True,
                     **job.settings,
                 }
+                if job.nodes > 1:
+                    wait_longer_for_ranks_of_other_nodes()
                 if settings.get("engine") == "mixed":
                     settings["engine"] = MIXED[rank % 2]
                 commlens.enable(**settings)
@@ -206,6 +208,15 @@ def prepare() -> None:
         _destroy_later()
     gc.collect()
     gc.freeze()
+
+
+def wait_longer_for_ranks_of_other_nodes() -> None:
+    """Prolong the short wait before a broadcast: a fault is prevented if all ranks arrive within it,
+    and a rank on another node may have no core here, which its peers cannot know.
+    """
+    from commlens.verification import channels
+
+    channels.ROOTED_PATIENCE_NS = 4_000_000_000  # type: ignore[misc]
 
 
 def _destroy_later() -> None:
