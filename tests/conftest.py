@@ -5,6 +5,8 @@ processes that were left behind.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
 import shutil
 import signal
@@ -14,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -67,6 +69,40 @@ def clean_environment(
     # no launched job builds the native engine, except in the tests of that
     monkeypatch.setenv("COMMLENS_AUTO_BUILD", "0")
     monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(tmp_path_factory.getbasetemp() / "no-native"))
+
+
+class _OldObjects:
+    """Keeps what was there before the tests, torch and all test modules, from the collection of
+    garbage: a million objects, which took half of the tests' time. Who asks for all objects, as
+    the emptying of DTensor's caches does, gets all.
+    """
+
+    is_left_out = False
+
+    def leave_out(self) -> None:
+        if not self.is_left_out:
+            gc.freeze()
+            self.is_left_out = True
+
+    def before(self, look: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(look)
+        def look_at_all(*args: Any, **kwargs: Any) -> Any:
+            gc.unfreeze()
+            self.is_left_out = False
+            return look(*args, **kwargs)
+
+        return look_at_all
+
+
+_old_objects = _OldObjects()
+gc.set_threshold(700, 10, 100)  # and rarely at all that the tests have made
+for _name in ("get_objects", "get_referrers"):
+    setattr(gc, _name, _old_objects.before(getattr(gc, _name)))
+
+
+@pytest.fixture(autouse=True)
+def quick_collection_of_garbage() -> None:
+    _old_objects.leave_out()
 
 
 @pytest.fixture(autouse=True)
