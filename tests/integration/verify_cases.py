@@ -1003,7 +1003,7 @@ waits, so some faults that are prevented here are only detected there. `python t
 - **not refused**: the ranks' arguments do not differ.
 
 Rooted operations (broadcast, reduce, scatter, gather) can complete on some ranks before others have arrived. For ranks
-that it does not need, a rank waits only a second, and not at all after one such wait in vain; a mismatch that shows up later is detected,
+that it does not need, a rank waits only for a second in which they have a core, and not at all after one such wait in vain; a mismatch that shows up later is detected,
 not prevented. The same holds for async operations and for those that libraries issue: the last rank to arrive finds the fault.
 The last column says whether the group is usable afterwards.
 """
