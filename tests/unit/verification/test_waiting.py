@@ -52,28 +52,3 @@ def test_time_in_which_a_late_rank_had_no_core_does_not_count(
         core_waits_ns[11][12] += int(without_core_s * S)  # its main thread waits for this one
         waiting._check(pending, [1, 3], int(waited_s * S))
         assert refused == number * [[1, 3]] * is_refused
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "without_core_s", "is_over"),
-    [
-        pytest.param(0.9, 0.0, False, id="in time"),
-        pytest.param(1.1, 0.0, True, id="late"),
-        pytest.param(1.1, 0.5, False, id="it had no core"),
-        pytest.param(4.1, 4.1, True, id="no wait is endless"),
-    ],
-)
-def test_a_rank_that_has_no_core_gets_its_chance_to_arrive_before_a_broadcast_is_issued(
-    monkeypatch: pytest.MonkeyPatch, waited_s: float, without_core_s: float, is_over: bool
-) -> None:
-    waits = {12: (0, -1)}
-    monkeypatch.setattr(ready_clock.process, "cpu_waits_ns", lambda _: dict(waits))
-    peers: Any = SimpleNamespace(
-        how_it_ended=lambda _: "", any_doubtful=lambda _: False, pids_here=lambda _: [12]
-    )
-    nothing: Any = None
-    waiting = Waiting(Path(), nothing, nothing, peers, nothing, nothing, lambda: 60.0)
-    pending: Any = SimpleNamespace(channel=SimpleNamespace(key=5), number=1, absent=[2])
-    waiting._check(pending, [2], int(0.05 * S))
-    waits[12] = int(without_core_s * S), -1
-    assert waiting._is_over(pending, S, int(waited_s * S)) == is_over
