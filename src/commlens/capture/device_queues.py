@@ -191,7 +191,8 @@ class DeviceQueues:
     def oldest(self) -> Token | None:
         """Return the oldest collective that torch's recorder reports as in flight."""
         heads = [queue.oldest() for queue in self._queues.values()]
-        heads.append(next((token for token in self._messages if token.waiting), None))
+        # in no order, once more of them were in flight than one look polls
+        heads.extend(token for token in self._messages if token.waiting)
         heads.append(next((token for token in self._hooked if token.waiting), None))
         return min(filter(None, heads), key=lambda token: token.index, default=None)
 
@@ -267,7 +268,7 @@ class DeviceQueues:
             if known is None:
                 continue
             left: collections.deque[Token] = collections.deque()
-            before = len(queue.tokens)
+            any_done = False
             for token in queue.tokens:
                 number = token.backend_number
                 is_active = number in (
@@ -280,9 +281,10 @@ class DeviceQueues:
                     left.append(token)
                 elif self._tracker.writer.last_index - token.index < held:
                     self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
+                    any_done = True
                 # else its entry may be overwritten, so its state stays unknown
             queue.tokens, queue.dropped = left, None
-            queue.note_progress(now, any_done=len(left) < before)
+            queue.note_progress(now, any_done=any_done)
 
     def _apply_hooked(self, now: int) -> None:
         """Learn from the recorders that torch's hooks fill."""

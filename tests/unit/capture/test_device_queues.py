@@ -297,3 +297,44 @@ def test_the_collective_in_which_a_device_waits_may_be_overwritten(
     job.queues._tracker.writer.capacity = 1
     job.look()
     assert job.queues.oldest() is job.tokens[1]
+
+
+def test_the_oldest_of_more_messages_than_one_look_polls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_queues, "_MESSAGES_AT_ONCE", 2)
+    job = Hooked(monkeypatch, "send send send", [])
+    for token in job.tokens:
+        token.result = lambda: None
+    for _ in range(4):
+        job.look()
+        assert job.queues.oldest() is job.tokens[0]
+
+
+def test_an_op_whose_entry_may_be_overwritten_is_no_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queues = queues_with_one_in_flight(monkeypatch)
+    (first,) = queues._added
+    second: Any = SimpleNamespace(**{**vars(first), "index": 2, "backend_number": 2})
+    queues.add(second)
+    active = frozenset({1, 2})
+    monkeypatch.setattr(torch_progress, "capacity", lambda: 20)
+    monkeypatch.setattr(
+        torch_progress,
+        "in_flight",
+        lambda: {"0": torch_progress.InFlight(active, frozenset(), active)},
+    )
+    queues.look(NOW_NS + 3 * 10**9)
+    assert queues.oldest() is first
+    # Another group issues ops, whose entries take the place of the first one's.
+    queues._tracker.writer.last_index = 11
+    active = frozenset({2})
+    queues.look(NOW_NS + 60 * 10**9)
+    assert queues.oldest() is second
+    assert queues.waits_since(second) == second.since
+    # The second one is active, and its own entry is recent enough: once it is gone, it is done.
+    active = frozenset()
+    queues.look(NOW_NS + 90 * 10**9)
+    assert queues.oldest() is None
+    assert queues.waits_since(second) == NOW_NS + 90 * 10**9
