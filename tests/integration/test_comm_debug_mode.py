@@ -693,6 +693,7 @@ def test_contexts_inside_one_another(mesh):
         dist.all_reduce(x)
     dist.all_reduce(x)
     assert outer.get_comm_counts() == {c10d.allreduce_: 2}
+    assert [event.op for event in outer.trace().events] == ["all_reduce"] * 2
     assert inner.get_comm_counts() == {c10d.allreduce_: 1, functional.all_reduce: 1}
 
 

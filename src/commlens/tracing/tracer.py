@@ -186,6 +186,11 @@ class Tracer(tap.WaitSubscriber):
         self._stacks.forget_codes()
         self._pointers.clear()
 
+    def clear(self) -> None:
+        """Forget the collectives and steps so far. Modules and their parameters stay known."""
+        self.events, self._summaries, self._summarised = [], {}, 0
+        self.steps = self.dispatched = self.lost = 0
+
     # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> RawEvent | None:

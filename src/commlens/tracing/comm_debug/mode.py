@@ -54,8 +54,8 @@ class CommDebugMode:
         assert comm_mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
         print(comm_mode.generate_comm_debug_tracing_table(noise_level=1))
 
-    Entering the block clears everything. The results can be read during and after the block. No
-    module, parameter or tensor is kept alive.
+    Entering the block, also while it is still open, clears the results of before. They can be read
+    during and after the block. No module, parameter or tensor is kept alive.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,9 @@ class CommDebugMode:
                 self._subclass = _SubclassMode(self)
                 self._subclass.__enter__()
             self.advanced_module_tracker.user_hooks.install()
-        elif self._ops is not None:
+        elif self._ops is not None and self._tracer is not None:  # entered again while it is open
             self._ops.clear()
+            self._tracer.clear()
         if self._tracer is not None:
             self.advanced_module_tracker.follow(self._tracer, self._modules)
         return self
