@@ -48,7 +48,9 @@ def check_plan(
         plan: the program and its world.
         backend: "gloo" or "nccl"; empty: the one that the program asks for.
         script: the program's name.
-        seen: called with the number of ranks run so far and their total.
+        seen: called after each rank with the number of ranks run so far, and the most that may be
+            run: of a large world, a few are run. With several combinations, a rank counts once for
+            each; it counts once if it is run again.
         branches: answers to the program's reads of tensors; all combinations of them are tried.
         combinations: how many of these, at most.
         all_ranks: run every rank, also of a large world.
@@ -61,14 +63,8 @@ def check_plan(
         raise CommandError(f"At least 1 combination of answers must be tried, not {combinations}.")
     warm_up()
     plan = plan._replace(backend=backend)
-    done = 0
+    done = set[tuple[tuple[Choice, ...], int]]()
     total = plan.world_size * min(number_of_combinations(branches), combinations)
-
-    def ended(_: object) -> None:
-        nonlocal done
-        done += 1
-        if seen is not None:
-            seen(done, total)
 
     outputs: dict[int, str] = {}
 
@@ -76,6 +72,11 @@ def check_plan(
         return judge(sequences, backend=backend, script=script)
 
     def run(choices: tuple[Choice, ...]) -> Checked:
+        def ended(sequence: RankSequence) -> None:
+            done.add((choices, sequence.rank))
+            if seen is not None:
+                seen(len(done), total)
+
         checked = None
         if not all_ranks and plan.world_size > ALL_UP_TO:
             ranks = RankProcesses(plan._replace(choices=choices), ended=ended)

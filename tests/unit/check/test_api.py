@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.check.api import Branches, branches_of, check
+from commlens.check.api import Branches, branches_of, check, check_plan
 from commlens.check.branches import Branch
+from commlens.check.run_rank import Plan
 from commlens.errors import CommandError
 
 
@@ -33,3 +34,19 @@ def test_branches_without_a_line_or_answers_are_refused(given: Branches) -> None
 def test_at_least_one_combination_is_tried() -> None:
     with pytest.raises(CommandError, match="not 0"):
         check(lambda: None, world_size=2, combinations=0)
+
+
+def gathers_objects() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    objects = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, f"of rank {dist.get_rank()}")
+
+
+@pytest.mark.launches
+def test_a_rank_that_runs_again_counts_once() -> None:
+    """Each rank guesses what the others give, so all but the last run at least twice."""
+    seen: list[tuple[int, int]] = []
+    check_plan(Plan(gathers_objects, 3, timeout_s=60), seen=lambda *each: seen.append(each))
+    assert len(seen) > 3 and seen[-1] == max(seen) == (3, 3)
