@@ -1,14 +1,30 @@
-"""The collectives that were enqueued on a device: which of them have completed, and which one the
-device waits in.
+"""Which collectives and messages on a device have completed, and in which one the device waits.
 
-The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it
-would keep tensors alive, and polling it queries an event, which breaks the capture of a CUDA graph.
-torch's own recorder knows how far each backend is. It is asked when a group has issued nothing for
-seconds while one of its ops may be in flight. While the group is busy, it is asked rarely. Then the
-answer shows the ops that have completed, and of the others only those that have long been in
-flight: the rest may complete long before the next answer. For a backend with completion hooks
-(:mod:`commlens.tap.backends`), the entries of its recorder are read, and only while the group is
-quiet.
+The host runs ahead of the device: the return of a call says nothing about the op. The recorder
+holds no Work of such an op, because it would keep tensors alive, and polls none, because that
+queries a CUDA event, which breaks the capture of a CUDA graph. What torch knows is read instead, by
+the watchdog thread (``DeviceQueues.look``). The source depends on the op's backend:
+
+===============================================  ===================================================
+op                                               source
+===============================================  ===================================================
+collective, torch's recorder numbers the ops     counters: see the example
+the same on a group that also carries messages   list of the ops in flight, since messages count too
+collective, backend with completion hooks        the hook itself marks what completed; what it has
+                                                 not reported after 2 s is in flight
+the same, engine without C++ tokens              entries that torch's hooks wrote, matched from the
+                                                 newest back
+send, recv                                       the result that torch's watchdog sets in its Work
+===============================================  ===================================================
+
+For example, the collectives 7, 8 and 9 of a group are not known to be complete. torch's counters
+say ``Status(enqueued=9, started=8, completed=7)``. Then 7 is done, the device waits in 8, and 9 is
+enqueued behind it.
+
+torch's recorder is read about once a second for a group that has issued nothing for 2 s while one
+of its ops may be in flight, and twice a minute while the group is busy. An answer of a busy time
+shows the completed ops, but of the others only those that are over 30 s old are marked as in
+flight: the rest may complete long before the next answer.
 """
 
 from __future__ import annotations
@@ -34,8 +50,9 @@ LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
 # between two calls of look() by the watchdog thread; the native engine has the same limit
 _ADDED_MAX = 16_384
-ENDED = -1
+_ENDED = -1
 """``known_how`` of a collective that completed or failed, while older ones are in flight."""
+# torch's ErrorType of a Work; 0 is success
 _FAILURES = {
     1: "its process group timed out",
     2: "its communicator failed",
@@ -50,10 +67,11 @@ class Queue:
         self.channel = channel
         self.capacity = capacity
         self.tokens: collections.deque[Token] = collections.deque()
-        # the newest that was dropped and may be in flight: its record is overwritten
+        # The newest token whose record in the ring buffer is overwritten. The device may still wait
+        # in it, so `waiting` stays up to date, but nothing can be written about it any more.
         self.dropped: Token | None = None
         self.newest_ns = 0  # when the newest was issued
-        self.asked_ns = 0  # when torch's recorder was last asked
+        self.answered_ns = 0  # when torch's recorder last answered
         self.progress_ns = 0  # when one last completed, as far as that is known
 
     def add(self, token: Token) -> None:
@@ -70,61 +88,60 @@ class Queue:
         return self.tokens[0] if self.tokens and self.tokens[0].waiting else None
 
     def note_progress(self, now: int, *, any_done: bool) -> None:
-        """Note an answer. What is found complete in the first one after a busy time completed at an
-        unknown moment of that time.
+        """Note an answer, and whether it showed that an op is complete. The op completed at some
+        moment since the answer before. If the group has issued ops meanwhile, count it as completed
+        when the newest was issued; else the answer before was a second ago: count it as just now.
         """
         if any_done:
-            self.progress_ns = now if self.asked_ns > self.newest_ns else self.newest_ns
-        self.asked_ns = now
+            is_first = self.answered_ns <= self.newest_ns
+            self.progress_ns = self.newest_ns if is_first else now
+        self.answered_ns = now
 
     def is_quiet(self, now: int) -> bool:
-        """Return whether nothing was issued for so long that it pays to ask, or the last answer
-        must be kept up to date.
+        """Return whether it pays to ask about the group: it has issued nothing for 2 s, or the last
+        answer named an op in flight, which must not be reported any longer than it is true.
         """
         return bool(self.tokens) and (now - self.newest_ns >= QUIET_NS or self.oldest() is not None)
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether the channel carries messages, too: torch's status of its backend then mixes the
-        numbers of both.
-        """
-        return bool(self.channel.pairs)
-
 
 class DeviceQueues:
-    """All queues of a rank. Any thread may call :meth:`add` and those about captures, and only the
-    watchdog thread the others.
+    """The device ops of a rank that are not known to be complete.
+
+    Any thread may call the methods whose names begin with ``add`` and ``capture``. Only the
+    watchdog thread may call the others.
 
     Args:
-        tracker: marks the tokens' records
+        tracker: writes into the tokens' records how they ended
             (:class:`commlens.capture.completion.CompletionTracker`).
-        timing: the durations that torch measures are read, too.
+        timing: read the durations that torch measures, too.
     """
 
     def __init__(self, tracker: Any, *, timing: bool = False) -> None:
         self._tracker = tracker
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[LiveChannel, Queue] = {}
+        # sends and recvs without a result, in no order
         self._messages: collections.deque[Token] = collections.deque()
-        # those that the backend's completion hook has not reported, oldest first
+        # what the backend's completion hook has not reported, oldest first
         self._hooked: list[Token] = []
-        # not while a job makes its groups: torch's status is read without its lock
+        # When torch's recorder was last asked. Not 0: the first question would come while the job
+        # makes its groups, and torch's status is read without its lock.
         self._asked_ns = time.monotonic_ns()
-        # when asked on a system where a stall may be asked about only once: newest_ns
+        # on ROCm: `newest_ns` of each group when it was asked about
         self._asked_of: dict[LiveChannel, int] = {}
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
         self._durations = DeviceDurations(tracker.writer) if timing else None
 
     def add(self, token: Token) -> None:
-        """Add a collective whose call has returned. An op whose completion no source shows stays
-        unknown.
-        """
+        """Add an op whose call has returned. If no source shows how it ends, it stays unknown."""
         self._added.append(token)
 
     def add_rejected(self, token: Token) -> None:
-        """Add a collective that the backend rejected, after torch's hooks made an entry for it."""
-        token.backend_number, token.known_how = 1, ENDED
+        """Add a collective that the backend rejected after torch's hooks made an entry for it. It
+        has ended, but its entry stays "scheduled", and must find its token.
+        """
+        token.backend_number, token.known_how = 1, _ENDED  # any number: hooks do not use it
         self._added.append(token)
 
     def capture_begins(self) -> None:
@@ -141,8 +158,63 @@ class DeviceQueues:
         """Note that the capture has ended."""
         self._capturing = False
 
+    def look(self, now: int) -> None:
+        """Learn what has completed, and ask torch's recorder if that is due."""
+        while self._added:
+            self._sort_in(self._added.popleft())
+        self._poll_messages()
+        self._mark_unreported(now)
+        if self._durations is not None:
+            self._durations.look(now, self._querying)
+        if not self._take_turn(now):
+            return
+        self._asked_ns = now
+        self._apply_hook_entries(now)
+        counted = [queue for queue in self._queues.values() if queue.channel.backend.uid]
+        statuses = torch_progress.statuses() if counted else {}
+        mixed: list[Queue] = []  # of groups that carry messages, too
+        for queue in counted:
+            status = statuses.get(queue.channel.backend.uid)
+            if not queue.tokens or status is None or status.enqueued == torch_progress.NEVER:
+                # The recorder is switched off, or torch's watchdog knows of no op, as with
+                # TORCH_NCCL_BLOCKING_WAIT.
+                continue
+            if queue.channel.pairs:
+                mixed.append(queue)
+            else:
+                self._apply_status(queue, status, now)
+        if any(queue.is_quiet(now) for queue in mixed):
+            with self._querying:
+                if not self._capturing:
+                    self._apply_active_entries(mixed, now)
+
+    def oldest(self) -> Token | None:
+        """Return the oldest op that is known to be in flight."""
+        heads = [queue.oldest() for queue in self._queues.values()]
+        heads.extend(token for token in self._messages if token.waiting)
+        heads.append(next((token for token in self._hooked if token.waiting), None))
+        return min(filter(None, heads), key=lambda token: token.index, default=None)
+
+    def waits_since(self, token: Token) -> int:
+        """Return since when the device may have waited in an op: it was issued, and the one before
+        it had completed. Messages run beside the collectives, so they wait since they were issued.
+        """
+        if token.hooked is not None:
+            return max(token.since, int(token.hooked.progress_ns))
+        queue = self._queues.get(token.args.channel) if token.result is None else None
+        return max(token.since, queue.progress_ns if queue is not None else 0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._added.clear()
+        self._queues.clear()
+        self._messages.clear()
+        self._hooked.clear()
+
+    # --- the steps of a look
+
     def _sort_in(self, token: Token) -> None:
-        """Put a collective where the source of its completion is followed."""
+        """Put an op into the list of the source that will show how it ends."""
         channel = token.args.channel
         if token.hooked is not None:
             self._hooked.append(token)
@@ -158,72 +230,13 @@ class DeviceQueues:
             if self._durations is not None and channel.backend.uid:
                 self._durations.add(token)
 
-    def look(self, now: int) -> None:
-        """Learn what has completed, and ask torch's recorder if that is due."""
-        while self._added:
-            self._sort_in(self._added.popleft())
-        self._look_at_messages()
-        self._look_at_hooked(now)
-        if self._durations is not None:
-            self._durations.look(now, self._querying)
-        if not self._take_turn(now):
-            return
-        self._asked_ns = now
-        self._apply_hooked(now)
-        counted = [queue for queue in self._queues.values() if queue.channel.backend.uid]
-        statuses = torch_progress.statuses() if counted else {}
-        mixed: list[Queue] = []
-        for queue in counted:
-            status = statuses.get(queue.channel.backend.uid)
-            if not queue.tokens or status is None or status.enqueued == torch_progress.NEVER:
-                # switched off, or nothing is enqueued to torch's watchdog
-                # (TORCH_NCCL_BLOCKING_WAIT)
-                continue
-            if queue.has_messages:
-                mixed.append(queue)
-            else:
-                self._apply_status(queue, status, now)
-        if any(queue.is_quiet(now) for queue in mixed):
-            with self._querying:
-                if not self._capturing:
-                    self._apply_entries(mixed, now)
-
-    def oldest(self) -> Token | None:
-        """Return the oldest collective that torch's recorder reports as in flight."""
-        heads = [queue.oldest() for queue in self._queues.values()]
-        # in no order, once more of them were in flight than one look polls
-        heads.extend(token for token in self._messages if token.waiting)
-        heads.append(next((token for token in self._hooked if token.waiting), None))
-        return min(filter(None, heads), key=lambda token: token.index, default=None)
-
-    def waits_since(self, token: Token) -> int:
-        """Return since when the device may have waited in a collective: it was issued, and the one
-        before had completed.
-        """
-        if token.hooked is not None:
-            return max(token.since, int(token.hooked.progress_ns))
-        queue = self._queues.get(token.args.channel)
-        return max(
-            token.since, queue.progress_ns if queue is not None and token.result is None else 0
-        )
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._added.clear()
-        self._queues.clear()
-        self._messages.clear()
-        self._hooked.clear()
-
-    # --- when to ask
-
     def _take_turn(self, now: int) -> bool:
-        """Return whether to ask torch's recorder now. Where a stall may be asked about only once,
-        it counts as asked about.
+        """Return whether to ask torch's recorder now. On ROCm, also note which groups are asked
+        about: there each answer dumps every communicator as well, so once for each stall is enough.
         """
         waiting = [queue for queue in self._queues.values() if queue.tokens]
         quiet = [queue for queue in waiting if queue.is_quiet(now)]
         if getattr(torch.version, "hip", None):
-            # There each answer also dumps every communicator: once for each stall is enough.
             new = [queue for queue in quiet if self._asked_of.get(queue.channel) != queue.newest_ns]
             self._asked_of.update((queue.channel, queue.newest_ns) for queue in new)
             return bool(new)
@@ -232,13 +245,11 @@ class DeviceQueues:
             bool(waiting) and since >= ASK_WHILE_BUSY_NS
         )
 
-    # --- what the answers mean
+    # --- what torch's recorder answers
 
     def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
-        """Learn from the counters of a backend whose numbers are those of collectives alone."""
-        queue.note_progress(
-            now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed
-        )
+        """Learn from the counters of a backend, which number the collectives alone."""
+        queue.note_progress(now, any_done=queue.tokens[0].backend_number <= status.completed)
         while queue.tokens and queue.tokens[0].backend_number <= status.completed:
             self._tracker.done(queue.tokens.popleft(), L.HOW_NATIVE_RECORDER, now)
         if queue.dropped is not None:
@@ -248,20 +259,21 @@ class DeviceQueues:
             return
         for token in queue.tokens:
             if token.backend_number > status.enqueued:
-                break  # issued just now, or captured into a CUDA graph
+                break  # issued just now, or never enqueued: captured into a CUDA graph
             how = L.HOW_NATIVE_RECORDER
-            if status.started != torch_progress.NEVER:
+            if status.started != torch_progress.NEVER:  # with TORCH_NCCL_ENABLE_TIMING
                 how = L.HOW_STARTED if token.backend_number <= status.started else L.HOW_ENQUEUED
             self._mark_in_flight(token, how)
 
-    def _apply_entries(self, queues: list[Queue], now: int) -> None:
+    def _apply_active_entries(self, queues: list[Queue], now: int) -> None:
         """Learn from the list of ops in flight, for backends whose counters mix collectives and
         messages.
         """
         answer = torch_progress.in_flight()
         if answer is None:
             return
-        # of our records: torch's recorder has up to two for each
+        # For so many of our newest records torch's recorder still has an entry: it makes up to two
+        # entries for a record.
         held = torch_progress.capacity() // 2
         for queue in queues:
             known = answer.get(queue.channel.backend.uid)
@@ -282,12 +294,14 @@ class DeviceQueues:
                 elif self._tracker.writer.last_index - token.index < held:
                     self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
                     any_done = True
-                # else its entry may be overwritten, so its state stays unknown
+                # else its entry may be overwritten, and its state stays unknown
             queue.tokens, queue.dropped = left, None
             queue.note_progress(now, any_done=any_done)
 
-    def _apply_hooked(self, now: int) -> None:
-        """Learn from the recorders that torch's hooks fill."""
+    def _apply_hook_entries(self, now: int) -> None:
+        """Learn from the recorders that torch's hooks fill, of groups that issue nothing now: the
+        newest entry may be that of a call that has not returned, whose token is not here yet.
+        """
         quiet = [
             queue
             for queue in self._queues.values()
@@ -299,28 +313,36 @@ class DeviceQueues:
             entries = recorders[queue.channel.backend.recorder].get(queue.channel.group.name, [])
             is_settled = entries and time.time_ns() - entries[-1].created_ns >= ASK_AGAIN_NS
             if is_settled and not (queue.channel.busy or self._added):
-                self._apply_newest(queue, entries, now)
+                self._match_newest(queue, entries, now)
 
-    def _apply_newest(
+    def _match_newest(
         self, queue: Queue, entries: list[torch_progress.RecorderEntry], now: int
     ) -> None:
-        """Match a group's entries with its collectives from the newest back, as long as the ops are
-        the same.
+        """Match the entries of a group's recorder with its collectives, from the newest back.
+
+        Entries have no number that a token has, but the newest entry is of the newest collective::
+
+            tokens               all_gather   all_reduce
+            entries   broadcast  all_gather   all_reduce     (oldest first)
+
+        Tokens without an entry, whose entries are overwritten, leave the queue: their state stays
+        unknown. Entries without a token are of collectives that are complete, or that
+        :attr:`Queue.dropped` is the newest of.
         """
         tokens = list(queue.tokens)[-len(entries) :]
         older, entries = entries[: -len(tokens)], entries[-len(tokens) :]
         if [token.args.op for token in tokens] != [entry.op for entry in entries]:
             tokens, older = [], []  # which entry is whose is not known: their state stays unknown
-        open_before = sum(token.known_how != ENDED for token in tokens)
+        open_before = sum(token.known_how != _ENDED for token in tokens)
         for token, entry in zip(tokens, entries, strict=False):
-            if token.known_how == ENDED:
+            if token.known_how == _ENDED:
                 continue
             if entry.completed:
                 self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
-                token.waiting, token.known_how = False, ENDED
+                token.waiting, token.known_how = False, _ENDED
             elif queue.channel.backend.watches:
                 self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
-        still_open = [at for at, token in enumerate(tokens) if token.known_how != ENDED]
+        still_open = [at for at, token in enumerate(tokens) if token.known_how != _ENDED]
         queue.tokens = collections.deque(tokens[min(still_open, default=len(tokens)) :])
         if queue.dropped is not None:
             queue.dropped.waiting = bool(older) and not older[-1].completed
@@ -333,9 +355,11 @@ class DeviceQueues:
             token.known_how = how
             self._tracker.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, how)
 
-    def _look_at_hooked(self, now: int) -> None:
-        """Mark the ops that have been in flight for over 2 s: their completion hook, even a second
-        late, would have been called by now. The hook itself marks the completed ones.
+    # --- what needs no question
+
+    def _mark_unreported(self, now: int) -> None:
+        """Mark as in flight what the completion hook has not reported for 2 s: the hook comes up to
+        a second late. The hook itself, in C++, marks what is complete, and sets ``done_ns``.
         """
         still_open: list[Token] = []
         for token in self._hooked:
@@ -344,19 +368,20 @@ class DeviceQueues:
             is_late = now - token.since >= QUIET_NS and token.args.channel.backend.watches
             if self._tracker.overwritten(token.index):
                 token.waiting = is_late
-                still_open = [token]  # of those whose records are overwritten, the newest
+                still_open = [token]  # instead of older ones, which are overwritten as well
                 continue
             if is_late:
                 self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
-                if token.hooked.done_ns:  # meanwhile: what is in flight may have overwritten that
+                if token.hooked.done_ns:
+                    # The hook came meanwhile: the mark above may have overwritten its own.
                     self._tracker.done(token, L.HOW_NATIVE_RECORDER, int(token.hooked.done_ns))
                     continue
             still_open.append(token)
         self._hooked = still_open
 
-    def _look_at_messages(self) -> None:
-        """Poll the results of messages, which torch's watchdog thread sets without a query of
-        ours.
+    def _poll_messages(self) -> None:
+        """Read the results of some messages, and put those without one at the end: so each is read
+        in turn. torch's watchdog thread sets them, so that reading queries no device.
         """
         for _ in range(min(len(self._messages), _MESSAGES_AT_ONCE)):
             token = self._messages.popleft()
@@ -374,10 +399,10 @@ class DeviceQueues:
 
 
 def result_reader(work: Any) -> Callable[[], int | None] | None:
-    """Return a function that reads how a Work ended: torch's ErrorType, None while it has not; or
-    None if no source will show it.
+    """Return a function that reads how a Work ended: torch's ErrorType, or None while it has not.
+    Return None if the Work has no such result.
 
-    torch's watchdog thread sets the result. It holds no tensors.
+    torch's watchdog thread sets the result. The function holds no tensors.
     """
     try:
         future = work.get_future_result()
