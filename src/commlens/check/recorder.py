@@ -1,7 +1,21 @@
-"""The recorder of a sequence: a subscriber of the tap, in a process that plays one rank.
+"""Record what one rank of a checked program does, in order: a subscriber of the tap, in a process
+that plays the rank. Nothing is sent, and every collective completes at once.
 
-It notes, in order, all waits and all facts that a live rank's black box would hold. Tried on torch
-2.13.0.
+The result is a :class:`~commlens.check.sequence.RankSequence`. For example, of ::
+
+    dist.init_process_group("gloo")
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    dist.barrier()
+    dist.destroy_process_group()
+
+the events are ``Setup(init_process_group)``, ``Issue(all_reduce, index 1)``, ``ThreadWait(1)``,
+``Issue(barrier, index 2)``, ``ThreadWait(2)``, ``Leave("")``. A collective has the same facts as in
+a live rank's black box, so the same rules judge it.
+
+What this run cannot know is noted beside the events: a *guess* is a value that the rank alone
+cannot know (``Work.is_completed``: taken as true), and what is *unseen* happens in a real run and
+not in this one (the program asks for another world size). Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -90,7 +104,7 @@ _LIBRARY_STEPS = {
     ("_fsdp_collectives.py", "foreach_reduce"): "the gradients of a block of FSDP2",
     ("tensor/_redistribute.py", "redistribute_local_tensor"): "a redistribution of a DTensor",
 }
-"""By file and function of torch: the reason why it issues collectives. Tried on torch 2.13.0."""
+"""By file and function of torch: what it issues collectives for. Tried on torch 2.13.0."""
 
 _ENDED_BY_US = "commlens: the run ends here"
 _COMPILER_SETTINGS: tuple[tuple[UnseenKind, str, str], ...] = (
@@ -102,8 +116,8 @@ _COMPILER_SETTINGS: tuple[tuple[UnseenKind, str, str], ...] = (
 
 
 class GuessedRank(int):
-    """The rank whose message a receive from any source took, which is a guess. It reports where the
-    program uses it.
+    """The rank that ``dist.recv()`` without a source returns: a guess. It reports that the program
+    compares it: the guess counts only if the program depends on it.
     """
 
     on_use: Callable[[], None]
@@ -132,6 +146,7 @@ class SequenceRecorder(tap.Subscriber):
     torch stay.
     """
 
+    # what the tap and torch_patches ask of a subscriber and of a recorder
     sees_fake_tensors = True
     verifier = None
     listens_to_waits = True
@@ -150,10 +165,11 @@ class SequenceRecorder(tap.Subscriber):
         ``backend``; empty: of the one that the program names.
         """
         self.sequence = sequence
-        self.hazards = self
+        self.hazards = self  # torch_patches calls `hazards.not_a_member()`
         self.groups = Groups()
-        self.writer = types.SimpleNamespace(word=lambda *_: None)
-        self.stop_at_next_op = False  # which never completes: no other rank sends what it needs
+        self.writer = types.SimpleNamespace(word=lambda *_: None)  # of a black box, that is missing
+        # Set when no other rank gives what the program needs next: its next op never completes.
+        self.stop_at_next_op = False
         self._rules = backend
         self._steps_wanted = math.inf if steps is None else steps
         self._ends_at_s = math.inf if cpu_s is None else time.process_time() + cpu_s
@@ -164,20 +180,20 @@ class SequenceRecorder(tap.Subscriber):
         self._batch: dict[int, int] = {}  # by thread: the id of the batch under way
         self._works: dict[int, tuple[Any, int]] = {}  # by id: the Work, kept alive, and the index
         self._by_storage: dict[int, int] = {}  # storage of an output: index
-        self._unwaited: dict[int, Stack] = {}  # indices of asynchronous ops
-        self._futures: list[int] = []  # indices of ops whose future was taken
+        self._unwaited: dict[int, Stack] = {}  # by index of an asynchronous op: where it was issued
+        self._futures: list[int] = []  # of this backward pass: ops whose future was taken
         self._not_a_member: Counter[Stack] = Counter()
         self._made = MadeGroups()
         self._many_groups: list[ManyGroups] = []  # when the default group was destroyed
         self._channels: dict[tuple[TapChannel, str | None], Channel] = {}
         self._stacks: dict[Stack, Stack] = {}  # shared, so that they are written only once
         self._issuers: set[int] = set()  # threads
-        self._mesh_device = ""
-        self._setup_depth = 0
-        self._inits = self._splits = self._meshes = 0
-        self._mesh: str | None = None
+        self._setup_depth = 0  # init_process_group and split_group call new_group inside
+        self._inits = self._splits = self._meshes = 0  # calls so far
+        self._mesh: str | None = None  # the mesh that init_device_mesh makes now
+        self._mesh_device = ""  # of the newest mesh
         self._compiled_at: Frame | None = None  # the first call of torch.compile
-        self._agreed: tuple[UnseenKind, ...] = ()  # with set_enable_guard_collectives
+        self._agreed: tuple[UnseenKind, ...] = ()  # guards, with set_enable_guard_collectives
         self._patches = Patches()
 
     def attach(self) -> None:
@@ -222,8 +238,12 @@ class SequenceRecorder(tap.Subscriber):
     # --- the tap's calls
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, Any] | None:
-        """Record an op; not that of a group that was made by hand. Raises the error of a backend
-        that refuses its arguments.
+        """Record an op, and return its index and the tensors that it writes. Return None for an op
+        of a group that the program made by hand, of which the global ranks are unknown.
+
+        Raises:
+            RuntimeError: the backend of a real run refuses the arguments.
+            EndOfRun: the op never completes.
         """
         group = self.groups.find(tap.unbox_group(arguments[spec.process_group]))
         if group.hand_made is not None:
@@ -236,10 +256,9 @@ class SequenceRecorder(tap.Subscriber):
             reduce_op = torch_patches.noted_reduce_ops.get(thread) or reduce_op
         self._refuse(args, reduce_op, group.size)
         self._issuers.add(thread)
-        if len(self._issuers) > 1 and not any(
-            each.what == "thread" for each in self.sequence.guesses
-        ):
-            self.guess("thread")
+        is_noted = any(each.what == "thread" for each in self.sequence.guesses)
+        if len(self._issuers) > 1 and not is_noted:
+            self.guess("thread")  # in which order the threads issue
         coalescing = self._coalescing.get(thread)
         number = args.next_number() if coalescing is None else coalescing.add(args)
         index = self._issue(
@@ -259,7 +278,7 @@ class SequenceRecorder(tap.Subscriber):
         return index, outputs
 
     def returned(self, token: tuple[int, Any] | None, result: Any) -> None:
-        """Note the Work of an op, and the tensors that it will have written."""
+        """Note by which Work, and by which tensors, a thread may wait for an op later on."""
         if token is None:
             return
         index, outputs = token
@@ -268,12 +287,12 @@ class SequenceRecorder(tap.Subscriber):
             work = tap.unbox_work(boxed)
             self._works[id(work)] = work, index
         elif threading.get_native_id() not in self._coalescing:
-            self._waits(index)  # the call itself waits
+            self._waits(index)  # without a Work, the call itself waits
         self._note_storages(outputs, index)
 
     def _refuse(self, args: InternedArgs, reduce_op: Any, size: int) -> None:
-        """Raise the error of a backend that refuses a call. Where the program names none or two,
-        raise it only if each of them refuses.
+        """Raise an error if each backend that may run the call refuses it. There are several if the
+        program names none, or two as in ``"cpu:gloo,cuda:nccl"``.
         """
         name = reduce_op_name(reduce_op) or ""
         reasons = [self._refusal(args, name, size, backend) for backend in self._backends()]
@@ -281,6 +300,7 @@ class SequenceRecorder(tap.Subscriber):
             raise RuntimeError(f"{reasons[0]} (found by commlens check)")
 
     def _refusal(self, args: InternedArgs, reduce_op: str, size: int, backend: str) -> str:
+        """Return why a backend refuses a call; empty if it does not."""
         if args.misaddressed and not args.no_such_peer:
             return f"{backend} refuses this {args.op}: there is no such rank or tag"
         if will_be_refused(args.content, size, backend):
@@ -305,6 +325,15 @@ class SequenceRecorder(tap.Subscriber):
         coalescing: int,
         members: int = 0,
     ) -> int:
+        """Add the event of an op, and return its index.
+
+        Args:
+            args: its arguments.
+            number: its sequence number.
+            reduce_op: the dispatcher's object; None: it reduces nothing.
+            coalescing: id of the coalesced group or batch that it is in; 0: of none.
+            members: ops in the coalesced group that this op closes.
+        """
         index = self._indices()
         stack = self.stack_of_frame(sys._getframe(2))
         op = Collective(
@@ -353,6 +382,9 @@ class SequenceRecorder(tap.Subscriber):
         return found
 
     def _note_storages(self, outputs: Any, index: int) -> None:
+        """Note that an op writes these tensors, nested in lists. ``wait_tensor()`` of a functional
+        collective is given a view of one, so they are known by their storage.
+        """
         if isinstance(outputs, _Tensor):
             if outputs.layout is torch.strided:
                 self._by_storage[outputs.untyped_storage()._cdata] = index
@@ -363,7 +395,7 @@ class SequenceRecorder(tap.Subscriber):
     # --- waits
 
     def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """Return the ``Work.wait`` to install."""
+        """Return the ``Work.wait`` to install: the one that reports each wait."""
         return slow
 
     def wait_begins(self, work: Any) -> None:
@@ -384,6 +416,7 @@ class SequenceRecorder(tap.Subscriber):
         """Nothing more."""
 
     def _waits(self, index: int) -> None:
+        """Note that this thread waits for an op."""
         self._unwaited.pop(index, None)
         self._add(ThreadWait(index, threading.get_native_id()))
 
@@ -396,22 +429,26 @@ class SequenceRecorder(tap.Subscriber):
         return self._works.get(id(work), (None, 0))[1]
 
     def _poll(self, original: Any, work: Any) -> Any:
+        """Answer ``Work.is_completed()`` of the program with a guess: yes. The Works of the fake
+        backend always say no, and a program that polls until it is yes would not end.
+        """
         index = self._index_of(work)
         if not index or called_by_torch():
             return original(work)
         self.guess("poll")
         self._waits(index)
-        return True  # the fake backend's Works never say so
+        return True
 
     def _take_future(self, original: Any, work: Any) -> Any:
+        """Note that the program, or a hook of DDP, takes ``Work.get_future()``."""
         self.used_without_wait(work)
         if index := self._index_of(work):
             self._futures.append(index)
         return original(work)
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass: DDP's reducer waits at its end, in C++, for the futures of its
-        buckets.
+        """Run a backward pass. At its end DDP's reducer waits, in C++ where no tap sees it, for the
+        futures that its hooks have taken of the buckets' collectives.
         """
         outer, self._futures = self._futures, []
         try:
@@ -449,7 +486,7 @@ class SequenceRecorder(tap.Subscriber):
             self._works[id(work)] = work, token
 
     def _batched(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the messages of a batch: NCCL issues them together."""
+        """Give the messages of ``batch_isend_irecv`` one id: NCCL issues them together."""
         thread = threading.get_native_id()
         self._batch[thread] = self._coalescing_ids()
         try:
@@ -458,16 +495,19 @@ class SequenceRecorder(tap.Subscriber):
             del self._batch[thread]
 
     def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the source of ``dist.recv()``; as a guess, if it receives from any source."""
         source = self._with_peer(original, *args, **kwargs)
         events = reversed(self.sequence.events)
         last = next((each.op for each in events if isinstance(each, Issue)), None)
-        if last is None or last.op != "recv" or last.peer is not None:
+        is_from_any = last is not None and last.op == "recv" and last.peer is None
+        if not is_from_any:
             return source
         guessed = GuessedRank(source)
         guessed.on_use = lambda: self.guess("source")
         return guessed
 
     def _with_peer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function whose peer may be a guessed rank, as in an answer to its message."""
         if any(isinstance(each, GuessedRank) for each in (*args, *kwargs.values())):
             self.guess("source")
         return original(*args, **kwargs)
@@ -475,6 +515,7 @@ class SequenceRecorder(tap.Subscriber):
     # --- groups
 
     def _init(self, original: Any, given: dict[str, Any]) -> Any:
+        """Record ``init_process_group``."""
         self._inits += 1
         self.groups.started_again()
         self._note_address(str(given.get("init_method") or ""), sys._getframe(1))
@@ -508,49 +549,53 @@ class SequenceRecorder(tap.Subscriber):
             self.note_unseen("world", frame, words)
 
     def _note_address(self, address: str, frame: FrameType) -> None:
-        """Note an address that is not the launcher's, unless the program starts its own ranks or
-        settles who makes the store.
+        """Note an address with another port than the launcher's: under torchrun, which makes the
+        store itself, no rank listens there. Two cases are fine: the program starts its own ranks,
+        or it has set the variable by which torch lets rank 0 make the store.
         """
         port, agent = os.environ.get("MASTER_PORT", ""), os.environ.get(AGENT_STORE, "True")
-        if (
-            address.startswith("tcp://")
-            and address.rpartition(":")[2] != port
-            and agent == "True"
-            and not is_spawned(frame)
-        ):
+        is_elsewhere = address.startswith("tcp://") and address.rpartition(":")[2] != port
+        if is_elsewhere and agent == "True" and not is_spawned(frame):
             self.note_unseen("address", frame, address)
 
     def note_store(self, host: str, port: int, frame: FrameType) -> None:
-        """Note a store that the program makes at an address that is not the launcher's, unless the
-        program starts its own ranks or the system chooses the port.
+        """Note a store that the program makes at another port than the launcher's: only a real run
+        shows whether that port is free. Two cases are fine: the program starts its own ranks, or
+        the system chooses the port.
         """
         known = (str(CHOSEN_PORT), os.environ.get("MASTER_PORT", ""))
         if str(port) not in known and not is_spawned(frame):
             self.note_unseen("store", frame, f"{host}:{port}")
 
     def note_unseen(self, what: UnseenKind, frame: FrameType | None, name: str = "") -> None:
-        """Note a fact that this run cannot show."""
+        """Note, once for each line, what a real run does there and this one does not."""
         unseen = Unseen(what, user_frame(self.stack_of_frame(frame)), name)
         if unseen not in self.sequence.unseen:
             self.sequence.unseen.append(unseen)
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the first call of ``torch.compile``."""
         self._compiled_at = self._compiled_at or user_frame(self.stack_of_frame(sys._getframe(1)))
         return original(*args, **kwargs)
 
     def _guard_together(self, original: Any, enabled: bool) -> Any:
+        """Note ``set_enable_guard_collectives``: the ranks then agree on what to compile anew."""
         self._agreed = ("guards",) if enabled else self._agreed
         return original(enabled)
 
     def _new_group(self, original: Any, given: dict[str, Any]) -> Any:
+        """Record the making of a group. torch calls this for the default group, too, before it is
+        initialized: ``_init`` records that one.
+        """
         name, ranks = str(given["group_name"]), given["global_ranks_in_group"] or ()
         if c10d.is_initialized() and not ranks:
+            # The program calls torch's private function itself: torch's own calls name the ranks.
             made = original(**given)
             note_by_hand(made[0])
             return made
         if c10d.is_initialized():
             description = str(given.get("group_desc") or "")
-            number = int(name) if name.isdecimal() else 1
+            number = int(name) if name.isdecimal() else 1  # torch counts the groups in their names
             self._setup(
                 "new_group",
                 name,
@@ -563,6 +608,7 @@ class SequenceRecorder(tap.Subscriber):
         return original(**given)
 
     def _split(self, original: Any, given: dict[str, Any]) -> Any:
+        """Record ``split_group``, which all ranks of the parent group must call alike."""
         parent = given.get("parent_pg") or c10d._get_default_group()
         self._splits += 1
         label = f"split_ranks={given.get('split_ranks')}"[:200]
@@ -575,6 +621,7 @@ class SequenceRecorder(tap.Subscriber):
             self._setup_depth -= 1
 
     def _init_mesh(self, original: Any, given: dict[str, Any]) -> Any:
+        """Record ``init_device_mesh``. The groups that it makes carry its label."""
         names = given.get("mesh_dim_names")
         named = f" named {', '.join(map(str, names))}" if names else ""
         self._mesh = f"mesh {tuple(given['mesh_shape'])}{named}"
@@ -597,6 +644,17 @@ class SequenceRecorder(tap.Subscriber):
         description: str = "",
         label: str | None = None,
     ) -> None:
+        """Record a call that makes a group, which its ranks must make alike, as a collective of a
+        channel of its own; not a call inside another one.
+
+        Args:
+            op: the function.
+            name: of the group, or of what else counts these calls.
+            ranks: that must call it.
+            number: counts such calls, from 1.
+            description: of the group.
+            label: tells two calls of one function apart, such as the shape of a mesh.
+        """
         if self._setup_depth:
             return
         group = ProcessGroup(
@@ -635,6 +693,7 @@ class SequenceRecorder(tap.Subscriber):
         self._add(StoreCall(call, keys))
 
     def _destroy(self, original: Any, group: Any = None) -> Any:
+        """Record ``destroy_process_group``, of one group or of all."""
         is_last = group is None or group is c10d._world.default_pg
         name = "" if is_last else str(getattr(group, "group_name", ""))
         self._add(Leave(name))
@@ -648,7 +707,9 @@ class SequenceRecorder(tap.Subscriber):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps completed."""
+        """Optimizer steps completed. torch_patches counts them here; the run ends when it has had
+        its steps or its CPU time.
+        """
         return self.sequence.steps
 
     @steps.setter
