@@ -1,5 +1,14 @@
-"""Convert what a log tells of one rank to its columns: only collectives that timed out, and those
-that NCCL's own lines name, become operations.
+"""Convert what a log says about one rank to the columns that diagnosis reads.
+
+A log names few collectives. Those that timed out become operations, and so do those in NCCL's own
+lines. For example, if torch's watchdog on rank 3 says, as group rank 1 of the group "dp"::
+
+    WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for ...
+    last enqueued work: 9, last completed work: 7
+
+then the columns of rank 3 have the group "dp" with the status (enqueued 9, started unknown,
+completed 7), its group rank 1, and one operation: all_reduce 8, scheduled. A timeout that cannot be
+aligned with what other ranks say becomes a sentence in ``timeouts`` instead.
 """
 
 from __future__ import annotations
@@ -24,8 +33,10 @@ from commlens.text import count
 
 NOTES_MAX: Final = 20  # sentences per rank
 UNREAD_MAX: Final = 200  # characters of a line that are quoted
+# the values of columns that an operation does not set; 0 for all others
 _UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
-_GROUPS: Final = {"": "", "0": " of the default group"}  # of torch 2.15's backend
+# group names in lines of torch 2.15's backend, in words; empty: the line names no group
+_GROUPS: Final = {"": "", "0": " of the default group"}
 
 
 class _Operations:
@@ -56,7 +67,13 @@ class _Operations:
 
 
 def columns_of(rank: int, about: RankLines, job: JobLines) -> RankColumns:
-    """Return the columns of a rank; -1: of lines whose rank is unknown."""
+    """Return the columns of a rank.
+
+    Args:
+        rank: its global rank; -1: the lines do not say whose they are.
+        about: what the lines say about the rank.
+        job: what they say about the job.
+    """
     columns = about.columns
     columns.rank, columns.world_size = rank, job.world_size
     columns.launcher_signal, columns.remarks = job.launcher_signal, job.remarks
@@ -76,7 +93,7 @@ def columns_of(rank: int, about: RankLines, job: JobLines) -> RankColumns:
         _add_group(columns, operations, known, about.times)
     for communicator in job.communicators:
         _add_calls(columns, operations, communicator)
-    _add_unplaced(columns, about)
+    _add_unnamed_timeouts(columns, about)
     operations.finish(about.stack)
     return columns
 
@@ -84,15 +101,24 @@ def columns_of(rank: int, about: RankLines, job: JobLines) -> RankColumns:
 def _add_group(
     columns: RankColumns, operations: _Operations, known: GroupLines, times: dict[int, int]
 ) -> None:
-    """Add a group, its progress, and what timed out in it."""
+    """Add a group, its progress, and what timed out in it.
+
+    Args:
+        columns: of the rank.
+        operations: to add to.
+        known: the group.
+        times: by sequence number, when a line first said that a collective timed out, in Unix ns.
+    """
     group, progress = known.group, known.progress
+    # Without a name, it has only a number that differs between ranks; that of the default group is
+    # 0 on all of them.
     name = group.name or ("0" if group.is_default else "")
     timeouts = known.timeouts
     for timeout in timeouts.values():
-        unplaced = not name or watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS
-        if unplaced and not timeout.has_failed:
+        is_unaligned = not name or watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS
+        if is_unaligned and not timeout.has_failed:
             columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
-    if not name:  # a process-local number, which differs between ranks
+    if not name:
         return
     channel = Channel(
         ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda"
@@ -102,9 +128,8 @@ def _add_group(
     if progress is not None:
         columns.status[name] = (progress.enqueued, progress.started, progress.completed)
     for number, timeout in timeouts.items():
-        if watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS or (
-            progress is not None and number <= progress.completed
-        ):
+        is_complete = progress is not None and number <= progress.completed
+        if is_complete or watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS:
             continue
         columns.args.append(
             CollectiveArgs(
@@ -126,8 +151,8 @@ def _add_group(
 
 
 def _add_calls(columns: RankColumns, operations: _Operations, communicator: Communicator) -> None:
-    """Add what a rank issued on a communicator: those collectives that all its ranks issued alike
-    have completed.
+    """Add what a rank issued on a communicator, from NCCL's lines. They say only what was issued:
+    up to the number ``met`` all ranks of the communicator issued the same, so that has completed.
     """
     channel = Channel(
         ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda"
@@ -146,8 +171,8 @@ def _add_calls(columns: RankColumns, operations: _Operations, communicator: Comm
         )
 
 
-def _add_unplaced(columns: RankColumns, about: RankLines) -> None:
-    """Add notes on the timeouts whose group or number the log does not name."""
+def _add_unnamed_timeouts(columns: RankColumns, about: RankLines) -> None:
+    """Add sentences on the timeouts whose group or number the log does not name."""
     for (group_rank, _), timeout in about.unassigned.items():
         if timeout.has_failed:
             continue
