@@ -1,11 +1,23 @@
-"""Read a pickle that holds only data: an interpreter for the closed set of opcodes that plain data
-needs.
+"""Read a pickle that holds only data: an interpreter of the pickle instructions that plain data
+needs, and of no others.
+
+A pickle is a program for a machine with a stack and a memo. ``{"pg": [1, 2]}`` is, in protocol 2::
+
+    PROTO 2                  header
+    EMPTY_DICT BINPUT 0      push {}, and keep it in the memo as 0
+    BINUNICODE "pg" BINPUT 1 push "pg"
+    EMPTY_LIST BINPUT 2      push []
+    MARK                     open a stack on top: stacks are [{}, "pg", []] and []
+    BININT1 1 BININT1 2      push 1 and 2
+    APPENDS                  close that stack: its items go into the list below
+    SETITEM                  put the value, on top, and the key, below it, into the dict below
+    STOP                     return what is on the stack
 
 Torch's pickler writes protocol 2; Python's writes any protocol if a script loads a dump and saves
-it again. Opcodes that import, call or build objects do not exist here, so a pickle cannot run code.
-Memory is bounded by the file's size, and a truncated file yields everything before the cut.
-Python's ``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a
-truncated file yields nothing.
+it again. Instructions that import, call or build objects do not exist here, so a pickle cannot run
+code. Memory is bounded by the file's size, and a truncated file yields everything before the cut:
+of the example, cut before APPENDS, ``{"pg": [1, 2]}``. Python's ``pickle.Unpickler`` can do
+neither: one memo index makes it allocate 64 GB, and a truncated file yields nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +29,13 @@ from typing import Any, Final
 
 from commlens.errors import FormatError
 
-# a container takes 1 byte in the file and 60 in memory; the dump of a ring buffer of 20,000
-# operations has 160,000
+# A list or dict takes 1 byte in the file and 60 in memory: so not only the file's size is bounded.
+# The dump of a ring buffer of 20,000 operations has 160,000.
 _CONTAINERS_MAX: Final = 4_000_000
 _LONG_MAX: Final = 64  # bytes of an integer
 _LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line
-# types of the keys of a dict; no tuples, because hashing nested tuples can take forever
+# Types of the keys of a dict; items with other keys are left out. No tuples: to hash tuples that
+# are nested deeply, and share their parts, can take forever.
 _KEYS: Final = (str, int, bytes, bool, float, type(None))
 
 _UINT16: Final = struct.Struct("<H").unpack_from
@@ -51,7 +64,7 @@ class _Refused(Exception):
 
 
 class _Stopped(Exception):
-    """Execution failed; the cause is ``__cause__``."""
+    """An instruction failed, ``at`` this position; why is in ``__cause__``."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -75,11 +88,12 @@ def read_pickle(data: bytes) -> Pickled:
         at, cause = stopped.at, stopped.__cause__
         if isinstance(cause, _Refused):
             raise FormatError(f"It {cause}, which no dump does.") from None
-        if isinstance(cause, _Truncated):
+        # An IndexError with all its operands there comes from an empty stack.
+        is_past_end = at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data)
+        has_wrong_index = isinstance(cause, (IndexError, struct.error))
+        if isinstance(cause, _Truncated) or (has_wrong_index and is_past_end):
             return Pickled(_salvage(stacks), truncated=True)
-        if isinstance(cause, (IndexError, struct.error)):
-            if at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data):
-                return Pickled(_salvage(stacks), truncated=True)
+        if has_wrong_index:
             raise FormatError(
                 f"It is damaged: its instructions do not fit together at byte {at}."
             ) from cause
@@ -88,12 +102,13 @@ def read_pickle(data: bytes) -> Pickled:
 
 
 def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
-    """Run the opcodes. The frequent ones are inline; the others are in ``_OPCODES``.
+    """Run the instructions. The frequent ones are inline, because a dump has millions; the others
+    are in ``_AFTER_MARK`` and ``_OPCODES``.
 
     Args:
         data: the pickle.
-        stacks: one empty stack. A mark opens another stack on top of it. After an error they hold
-            the data up to there.
+        stacks: one empty stack; each open MARK is another one on top. After an error they hold the
+            data up to there, for :func:`_salvage`.
 
     Raises:
         _Stopped: the data is truncated, damaged or refused.
@@ -175,6 +190,7 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
+    """Return a list as it is; a damaged pickle may have something else there."""
     if type(value) is not list:
         raise TypeError("items are added to something that is not a list")
     return value
@@ -216,12 +232,15 @@ def _refusal(op: int) -> str:
 
 
 def _salvage(stacks: list[list[Any]]) -> Any:
-    """Return the data before a cut. Each open container gets its complete items, from the innermost
-    container outwards; a list gets no unfinished item.
+    """Return the data before a cut: put what lies above each open MARK into the container below it,
+    from the innermost one outwards.
+
+    A list gets only finished items: of a dump's list of entries, the entry in which the file ends
+    is left out. A dict gets an unfinished value, so that the list of entries itself is kept.
     """
     unfinished: Any = None  # the container that was filled last
     stack = stacks.pop()
-    while stacks:  # below each mark: a container, whose items are above the mark
+    while stacks:
         items, stack = stack, stacks.pop()
         container = stack[-1] if stack else None
         if type(container) is list:
@@ -252,16 +271,16 @@ _AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
     0x6C: lambda stack, items: stack.append(items),  # LIST
     0x64: _dict_of_items,  # DICT
 }
-"""Opcodes besides APPENDS that take the items above the last mark."""
+"""Instructions besides APPENDS that take the items above the last mark, by their opcode."""
 
-# --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the
-# position after it
+# --- the other instructions: each takes the data, the position, the stack and the memo, and returns
+# the position after it
 
 _Opcode = Callable[[bytes, int, list[Any], dict[int, Any]], int]
 
 
 def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], Any]) -> _Opcode:
-    """Return an opcode that holds a length, of ``width`` bytes, and content of that length."""
+    """Return an instruction with a length, of ``width`` bytes, and content of that length."""
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         begin = at + 1 + width
@@ -275,7 +294,7 @@ def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], 
 
 
 def _line(make: Callable[[bytes], Any]) -> _Opcode:
-    """Return a protocol 0 opcode: content that ends with a newline."""
+    """Return an instruction of protocol 0: content that ends with a newline."""
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         found = data.find(b"\n", at + 1, at + 1 + _LINE_MAX)
@@ -290,7 +309,7 @@ def _line(make: Callable[[bytes], Any]) -> _Opcode:
 
 
 def _on_stack(change: Callable[[list[Any]], Any]) -> _Opcode:
-    """Return an opcode without operands."""
+    """Return an instruction without operands, that changes the stack."""
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         change(stack)
@@ -337,8 +356,8 @@ def _binary_float(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) 
 
 
 def _put_at(read: Callable[..., tuple[int]], width: int) -> _Opcode:
-    """Return an opcode that puts the top of the stack into the memo, under an index of ``width``
-    bytes.
+    """Return an instruction that puts the top of the stack into the memo, under an index of
+    ``width`` bytes.
     """
 
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
@@ -396,7 +415,8 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x70: _put,
     0x67: _get,
 }
-# not counted as containers: what they make is no larger than their bytes in the file
+# All instructions of the two tables count as containers, but those that are frequent and make
+# nothing larger than their bytes in the file.
 _NOT_COUNTED: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})
 _OPERAND: Final = {
     0x68: 1,
@@ -418,4 +438,4 @@ _OPERAND: Final = {
     0x8B: 4,
     0x95: 8,
 }
-"""Opcode: the fewest bytes that follow it. If fewer are left, the file is truncated."""
+"""By opcode: the fewest bytes that follow it. If fewer are left, the file is truncated."""
