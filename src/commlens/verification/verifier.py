@@ -5,10 +5,18 @@ anyway and its caller waits for it, the rank first waits for its peers' announce
 (``waiting.py``), so that all of them raise and nothing is sent. Otherwise it compares with the
 peers that have announced already (``comparison.py``), and again when a thread waits for the op: the
 last rank to arrive finds the fault, refuses to issue and posts the refusal; the others raise it at
-their next collective or wait (``refusals.py``).
+their next collective or wait (``refusals.py``). For example::
+
+    rank 0                                    rank 1
+    all_reduce(4 floats): announces it,
+      and waits for rank 1
+                                              all_reduce(8 floats): announces it, and finds that
+                                                rank 0 announced another size: posts a refusal,
+                                                and raises it
+    finds the refusal, and raises the same
 
 The peers' boards are in shared memory. Those of other nodes are copies, which a relay process keeps
-(``link.py``, ``relay.py``).
+(``link.py``, ``relay/node_relay.py``).
 
 With the native engine, a collective like one that was verified here is verified in C++ from then
 on, as long as all ranks agree.
@@ -128,10 +136,12 @@ class Verifier:
         self._rendezvous = Rendezvous(
             folder, self._board, self._peers, late_peers, timeout_s, self._find_new_boards
         )
-        self._pending: dict[int, Pending] = {}  # by record index, until a thread waits for it
-        self._boards_seen = 0
+        # by record index: what was issued before all peers had announced it, until a thread waits
+        # for it
+        self._pending: dict[int, Pending] = {}
+        self._boards_seen = 0  # number of boards in the folder when peers were last looked for
         self._guarded = _Guard(self)
-        self._off = False
+        self._off = False  # for good: stopped, closed, or after an error of its own
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
         self._sampler = CallSampler() if sample and active else None
         # What the peers read on its board:
@@ -193,7 +203,7 @@ class Verifier:
         with self._guarded:
             if args.no_such_peer:
                 self._refuse_peer(token, frame)
-            if args.fails_locally:
+            if args.fails_locally:  # announced only once the backend has accepted it
                 return
             self._catch_up()
             sampler = self._sampler_in_use
@@ -210,7 +220,9 @@ class Verifier:
                 self._keep(token.index, pending)
 
     def _keep(self, index: int, pending: Pending) -> None:
-        """Keep a collective for the thread that waits for it; forget old ones if there are many."""
+        """Keep a collective for the thread that waits for it. Forget the older half if there are
+        many: a program need not wait for each.
+        """
         if len(self._pending) > _PENDING_LIMIT:
             for old in list(self._pending)[: _PENDING_LIMIT // 2]:
                 self._pending.pop(old, None)
@@ -293,10 +305,10 @@ class Verifier:
             raise refused.with_traceback(None) from refused.__cause__
 
     def announce_accepted(self, token: Token) -> None:
-        """Announce a collective that the backend accepted against expectation, and verify further
-        ones like it before they are issued.
+        """Announce a collective that the backend accepted although it was expected to reject it
+        (``fails_locally``), and verify further ones like it before they are issued.
         """
-        # gloo accepts an all_to_all with wrong splits and counts it, but its wait fails
+        # But not an all_to_all with wrong splits: gloo accepts and counts it, and its wait fails.
         token.args.fails_locally = token.args.op == "all_to_all"
         if self.is_active:
             with self._guarded:
@@ -514,6 +526,7 @@ class Verifier:
         self._plans_changed()
 
     def _plans_changed(self) -> None:
+        """Let C++ forget how it verifies collectives: the next of each kind comes here."""
         if self.exchange is not None:
             self.exchange.forget()
 
@@ -545,7 +558,9 @@ class Verifier:
 
 
 class _Guard:
-    """Surrounds the verifier's work: only refusals leave it, and C++ learns what was seen."""
+    """Surrounds the verifier's work, ``with self._guarded``. A refusal passes through; any other
+    error switches the verifier off, and the program goes on. Then C++ learns what was seen.
+    """
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier

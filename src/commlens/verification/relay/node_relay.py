@@ -7,6 +7,19 @@ there, and sends what its own ranks announce. The relay of rank 0's node is the 
 relays connect to it, and it passes on the bytes that each of them sends. It also decides which
 refusal of a collective was first, so that all ranks of all nodes raise the same text.
 
+The messages between the hub and another relay::
+
+    hub   challenge (nonce)
+    node  hello (world size, proof that it knows the job's secret, nonce)
+    hub   welcome (proof)
+    both  board (rank), changes, publish (rank)    of each rank that runs there: its whole board
+    both  changes                                  what its ranks announce: bytes of their boards
+    node  draft (refusal)                          a rank there refuses a collective
+    hub   refusal (refusal)                        it is the first of its collective: all post it
+    hub   lost (ranks)                             of another node
+    both  beat                                     every half second
+    both  bye
+
 A node that is not heard of for ``LOST_S`` is given up for good, with one line: its ranks are no
 longer waited for.
 """
@@ -22,7 +35,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,23 +82,25 @@ class Relay:
         self._world_size = world_size
         self._is_hub = is_hub
         self._log = RefusalLog(folder)
+        # refusals of ranks here that also concern other nodes, until the hub posts them
         self._drafts = RefusalLog(folder, refusal_log.DRAFTS)
-        self._drafts_seen = 0
+        self._drafts_sent = 0
         self._bells = RemoteBells(self._log.map)
         self._lock = threading.RLock()
         self._feeds: dict[int, Feed] = {}  # by rank of this node
         self._mirrors: dict[int, Mirror] = {}  # by rank of another node
-        self._ended: set[int] = set()
+        self._ended: set[int] = set()  # of this node
         self._connections: list[Connection] = []
         self._selector = selectors.DefaultSelector()
         self._server: socket.socket | None = None
         self._secret = ""
-        self._offers: list[tuple[str, int]] = []  # addresses of the hub, to be tried
+        self._offers: list[tuple[str, int]] = []  # addresses of the hub, in the order to try them
         self._retry_at = 0.0
         # key and number of the refusals that were posted on all nodes
         self._posted: set[tuple[int, int]] = set()
         self._concerned: list[list[int]] = []  # the ranks of each of them
-        self._questions: dict[int, int] = {}  # by rank: its last question
+        # by rank that asks for the whereabouts of a rank here: its last question, once answered
+        self._questions: dict[int, int] = {}
         self._own_start = job_dirs.start_ticks(os.getpid())
         self._began = self._ended_at = time.monotonic()
         self._beat_at = 0.0
@@ -129,11 +145,10 @@ class Relay:
                     if key.fileobj is self._server:
                         self._accept()
                     elif isinstance(key.fileobj, Connection) and key.fileobj in self._connections:
-                        connection = key.fileobj
-                        self._attempt(connection, lambda of=connection: self._receive(of))
+                        self._attempt(key.fileobj, self._receive)
             with self._lock:
                 for connection in [each for each in self._connections if each.has_backlog]:
-                    self._attempt(connection, connection.flush)
+                    self._attempt(connection, Connection.flush)
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 with self._lock:
@@ -165,7 +180,8 @@ class Relay:
         """Do the periodic work. Return whether all ranks of this node have ended."""
         self._find_boards()
         now = time.monotonic()
-        if not self._connections and self._offers and now >= self._retry_at and not self._is_over:
+        is_alone = not self._connections and not self._is_over
+        if is_alone and self._offers and now >= self._retry_at:
             self._retry_at = now + _RETRY_S
             self._connect()
         waits = any(feed.waited_ns > _WAITS_NS for feed in self._feeds.values())
@@ -179,10 +195,12 @@ class Relay:
             rank not in self._ended and not feed.board.word(B.CLOSED)
             for rank, feed in self._feeds.items()
         )
-        # else the ranks that read the state of the link may be those of the next start of the job
+        # If all have ended, the ranks that read the state of the link may be those of the job's
+        # next start.
         if is_left:
             self._update_link(now)
-        if is_left or (not self._feeds and now - self._began < PATIENCE_S):
+        is_expected = not self._feeds and now - self._began < PATIENCE_S  # no rank has a board yet
+        if is_left or is_expected:
             self._ended_at = now
         return self._may_end(now)
 
@@ -209,9 +227,13 @@ class Relay:
 
     @property
     def _is_over(self) -> bool:
+        """Whether not to connect (again): a node that was lost is given up for good, and ranks that
+        have ended need no other node.
+        """
         return bool(self._mirrors) or (bool(self._feeds) and len(self._ended) == len(self._feeds))
 
     def _update_link(self, now: float) -> None:
+        """Tell the ranks here whether all ranks of the job have joined, for which they wait."""
         known = self._feeds.keys() | {
             rank for rank, mirror in self._mirrors.items() if mirror.is_published
         }
@@ -237,6 +259,7 @@ class Relay:
     # --- the ranks of this node
 
     def _find_boards(self) -> None:
+        """Find new boards of ranks on this node, and send them to the other nodes."""
         if len(self._feeds) + len(self._mirrors) >= self._world_size:
             return
         for path in self._folder.glob(f"rank*{B.SUFFIX}"):
@@ -250,25 +273,21 @@ class Relay:
             # A rank starts the relay, so a process that is younger belongs to a later start of the
             # job.
             is_ours = board.rank == int(name) and board.start_ticks <= self._own_start
-            if (
-                board.is_remote
-                or not is_ours
-                or job_dirs.process_has_ended(board.pid, board.start_ticks)
-            ):
+            has_ended = job_dirs.process_has_ended(board.pid, board.start_ticks)
+            if board.is_remote or not is_ours or has_ended:
                 continue
             self._feeds[board.rank] = Feed(board, self._reaches_out)
-            for connection in self._connections:
-                if connection.trusted:
-                    self._attempt(
-                        connection, lambda to=connection, of=board: self._send_board(to, of)
-                    )
+            self._with_others(partial(self._send_board, board=board))
             threading.Thread(target=self._pump, args=(board.rank,), daemon=True).start()
 
     def _reaches_out(self, ranks: Any) -> bool:
+        """Return whether a channel has ranks on other nodes; yes, if its ranks are unknown."""
         return not isinstance(ranks, list) or any(rank not in self._feeds for rank in ranks)
 
     def _pump(self, rank: int) -> None:
-        """Send what ranks here announce when a bell of one rings for another node."""
+        """Send what ranks here announce whenever the bell of a rank rings, in a thread: sooner than
+        the next tick.
+        """
         heard = -1
         while not self._closing:
             now_heard = self._bells.heard(rank)
@@ -286,6 +305,9 @@ class Relay:
             self._bells.sleep(rank, heard, 1_000_000_000)
 
     def _ends(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the changes of boards whose processes have ended since the last time: a killed
+        process cannot write that itself.
+        """
         for rank, feed in self._feeds.items():
             if rank not in self._ended and job_dirs.process_has_ended(
                 feed.board.pid, feed.board.start_ticks
@@ -302,12 +324,10 @@ class Relay:
             if sum(not each.trusted for each in self._connections) > _STRANGERS:
                 self._drop(connection)
             else:
-                self._attempt(
-                    connection,
-                    lambda: connection.send_json(type="challenge", nonce=connection.nonce),
-                )
+                self._attempt(connection, lambda to: to.send_json(type="challenge", nonce=to.nonce))
 
     def _connect(self) -> None:
+        """Connect to the hub at one of its addresses."""
         for _ in range(len(self._offers)):
             address = self._offers.pop(0)
             self._offers.append(address)  # another one first, if this one turns out to be no hub
@@ -327,10 +347,18 @@ class Relay:
             self._selector.unregister(connection)
             connection.close()
 
-    def _attempt(self, connection: Connection, do: Any) -> None:
+    def _with_others(
+        self, do: Callable[[Connection], None], *, but: Connection | None = None
+    ) -> None:
+        """Do something with the connection to each relay that has proven itself."""
+        for connection in list(self._connections):
+            if connection.trusted and connection is not but:
+                self._attempt(connection, do)
+
+    def _attempt(self, connection: Connection, do: Callable[[Connection], None]) -> None:
         """Do something with a connection; if it fails, the node is lost."""
         try:
-            do()
+            do(connection)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._lose(connection, str(error) or type(error).__name__)
 
@@ -348,7 +376,7 @@ class Relay:
             self._send_all(type="lost", ranks=sorted(connection.ranks))
 
     def _lose_rank(self, rank: int) -> bool:
-        """Mark a copy as lost. Returns whether the rank was still running."""
+        """Mark the copy of a rank's board as lost. Return whether the rank was still running."""
         mirror = self._mirrors.get(rank)
         if mirror is None or mirror.is_lost:
             return False
@@ -374,6 +402,9 @@ class Relay:
                 self._get_acquainted(connection, message)
 
     def _get_acquainted(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Answer a message of a relay that has not proven yet that it knows the job's secret. Once
+        it has, send it the boards.
+        """
         host = os.uname().nodename
         if self._is_hub:
             if message.get("world_size") != self._world_size or not is_proof(
@@ -410,7 +441,7 @@ class Relay:
     def _send_board(self, connection: Connection, board: PeerBoard) -> None:
         """Send a whole board. Its changes follow."""
         connection.send_json(type="board", rank=board.rank)
-        whole = Feed(board, lambda _: True)
+        whole = Feed(board, lambda _: True)  # as if each channel had ranks on other nodes
         connection.send(
             WRITES,
             pack_writes((board.rank, *write) for write in [*whole.news(), *whole.rest(waits=True)]),
@@ -442,6 +473,7 @@ class Relay:
             connection.is_leaving = True
 
     def _publish(self, connection: Connection, rank: int) -> None:
+        """Let the ranks here see the copy of a board, which is now whole; as the hub send it on."""
         mirror = self._mirrors[rank]
         if rank not in connection.ranks or mirror.is_published:
             raise ValueError(f"it has no rank {rank}")
@@ -449,15 +481,12 @@ class Relay:
         self._bells.add(rank)
         self._log.count_board()
         if self._is_hub:
-            for other in self._connections:
-                if other is not connection and other.trusted:
-                    self._attempt(
-                        other, lambda to=other: self._send_board(to, PeerBoard(mirror.path))
-                    )
+            board = PeerBoard(mirror.path)
+            self._with_others(partial(self._send_board, board=board), but=connection)
 
     def _apply(self, connection: Connection, content: bytes) -> None:
         """Write changes of another node's boards into the copies, wake the ranks that wait for
-        them, and as the hub pass them on.
+        them, and as the hub pass them on: those of whole boards, else the others have no copy.
         """
         questions: list[tuple[int, int]] = []
         ranks: dict[int, None] = {}
@@ -470,46 +499,38 @@ class Relay:
                 questions.append((rank, int.from_bytes(data, "little")))
         for rank in ranks:
             self._bells.ring(rank)
-        if self._is_hub:
-            for other in list(self._connections):
-                if (
-                    other is not connection
-                    and other.trusted
-                    and all(self._mirrors[rank].is_published for rank in ranks)
-                ):
-                    self._attempt(other, lambda to=other: to.send(WRITES, content))
-        self._answer_questions(self._feeds, questions)
+        if self._is_hub and all(self._mirrors[rank].is_published for rank in ranks):
+            self._with_others(lambda to: to.send(WRITES, content), but=connection)
+        self._answer_questions(questions)
 
     def _send_changes(self, changes: list[tuple[int, int, bytes]]) -> None:
         if changes:
             content = pack_writes(changes)
-            for connection in list(self._connections):
-                if connection.trusted:
-                    self._attempt(connection, lambda to=connection: to.send(WRITES, content))
+            self._with_others(lambda to: to.send(WRITES, content))
 
     def _send_all(self, **message: Any) -> None:
-        for connection in list(self._connections):
-            if connection.trusted:
-                self._attempt(connection, lambda to=connection: to.send_json(**message))
+        self._with_others(lambda to: to.send_json(**message))
 
     # --- refusals
 
     def _send_drafts(self) -> None:
-        while self._drafts_seen < self._drafts.count():
-            refusal = self._drafts.read(self._drafts_seen)
-            self._drafts_seen += 1
+        while self._drafts_sent < self._drafts.count():
+            refusal = self._drafts.read(self._drafts_sent)
+            self._drafts_sent += 1
             if self._is_hub:
                 self._post(refusal)
             else:
                 self._send_all(type="draft", refusal=refusal)
 
     def _post(self, refusal: dict[str, Any]) -> None:
-        """As the hub, post a refusal on all nodes, if it is the first of its collective and its
-        rank knew all that concern the rank.
+        """As the hub, post a refusal on all nodes, if it is the first of its collective.
+
+        Drop it if, when its rank wrote it, a refusal that concerns that rank was on its way there:
+        that one is raised first, and this one may be its consequence.
         """
         identity = (int(refusal["key"]), int(refusal["number"]))
-        newer = self._concerned[int(refusal.get("seen", 0)) :]
-        if identity in self._posted or any(refusal.get("by") in ranks for ranks in newer):
+        unseen = self._concerned[int(refusal.get("seen", 0)) :]
+        if identity in self._posted or any(refusal.get("by") in ranks for ranks in unseen):
             return
         self._posted.add(identity)
         self._concerned.append(list(refusal.get("ranks", ())))
@@ -522,16 +543,18 @@ class Relay:
 
     # --- whereabouts of ranks
 
-    def _answer_questions(self, here: Iterable[int], questions: Iterable[tuple[int, int]]) -> None:
-        """Send all nodes the whereabouts of ranks here that others ask for."""
+    def _answer_questions(self, questions: Iterable[tuple[int, int]]) -> None:
+        """Send all nodes where ranks here are, if ranks of other nodes ask for it: a rank that is
+        waited for too long is described in the refusal (asleep, in which line, ...).
+
+        Args:
+            questions: the rank that asks, and its question: a counter, and in the lower 32 bits the
+                rank that it asks about, plus 1. 0: none.
+        """
         for asker, question in questions:
             about = (question & 0xFFFFFFFF) - 1
-            if (
-                question
-                and self._questions.get(asker) != question
-                and about in here
-                and asker not in here
-            ):
+            is_new = question and self._questions.get(asker) != question
+            if is_new and about in self._feeds and asker not in self._feeds:
                 self._questions[asker] = question
                 board = self._feeds[about].board
                 from commlens.verification.whereabouts import whereabouts

@@ -209,12 +209,7 @@ def test_strangers_and_second_copies_of_a_rank_are_refused(
             again._find_boards()
             again._connect()
         (connection,) = again._connections
-        until(
-            lambda: (
-                not again._connections
-                or again._attempt(connection, lambda: again._receive(connection))
-            )
-        )
+        until(lambda: not again._connections or again._attempt(connection, again._receive))
     finally:
         again.close(failed=True)
     assert linked(nodes[0])
