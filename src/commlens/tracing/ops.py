@@ -1,6 +1,12 @@
 """Depth ``ops``: a dispatch mode that records every tensor op with its module and phase, and the
 placements of DTensor ops.
 
+For example, ``nn.Linear`` named ``net1`` on DTensors in a tensor-parallel model gives ::
+
+    aten.addmm   forward  MLP.net1   shapes (16), (8, 10), (10, 16)
+                                     placements (Shard(0),), (Replicate(),), (Shard(1),)
+    aten.addmm   forward  MLP.net1   the op on the local tensors that DTensor runs inside
+
 Only a dispatch mode sees tensor ops. The hot path keeps references to small shared objects (an op,
 a DTensor's spec); everything else is computed when the ops are read. No tensor is kept alive.
 
@@ -54,8 +60,9 @@ _NO_NODE = -2
 _SPECS_LIMIT = 1_000
 
 Place = ModuleCall | Phase | tuple[Phase, str | None]
-"""Where an op runs: inside a module's forward, in a phase outside of all modules, or in the phase
-of the module with this path. `_phase_and_path` makes the second and third of all three.
+"""Where an op runs: the call in whose forward it runs, a phase outside of all modules, or the phase
+and path of a module. The hot path takes what it has at hand; ``_phase_and_path`` makes a phase and
+a path of each.
 """
 
 
@@ -86,14 +93,13 @@ class _OpSchema:
         self.op = op  # kept alive, since it is looked up by its id
         self.run = op._op if type(op) is OpOverload else op  # what an OpOverload calls in turn
         self.communicates = self.is_tensor_op = False
-        self.packet = None
+        self.packet = None  # of a functional collective: its c10d ops count under this one
         if isinstance(op, HigherOrderOperator):
             return
         names = {argument.name for argument in op._schema.arguments}
         namespace, _ = split_name(op._overloadpacket)
         self.is_tensor_op = namespace != "prim"  # such as a fake tensor's look-up of its device
         self.communicates = bool(names & {"group_name", "process_group"})
-        # Collectives issued inside count under this packet.
         self.packet = (
             public_packet(op._overloadpacket)
             if self.communicates and namespace in (*FUNCTIONAL, "_dtensor")
@@ -101,7 +107,7 @@ class _OpSchema:
         )
 
 
-_known: dict[int, _OpSchema] = {}
+_known: dict[int, _OpSchema] = {}  # by id of the op
 
 
 class _ThreadNow:
@@ -137,6 +143,9 @@ class _ThreadState(threading.local):
 
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run an op and record it: the mode's ``__torch_dispatch__``. What DTensor runs on fake tensors
+    to learn a shape is not of the program, so it is left out.
+    """
     if DTensor in types:
         return self._leave_to_dtensors(func, args)
     if AsyncCollectiveTensor in types:
@@ -147,7 +156,7 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
     result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
-    known_as_real = type(result) is _Tensor and not result.is_meta  # cheaper to ask, and mostly so
+    known_as_real = type(result) is _Tensor and not result.is_meta  # the cheapest question first
     if kind.is_tensor_op and (known_as_real or not (_is_fake(result) and _in_propagation())):
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         self._fresh += (func, self._place(), None, shapes, self._sequence)
@@ -191,9 +200,9 @@ class OpsMode(EagerMode):
         self._after = array("q")  # per record, the sequence number of the last collective before it
         self._records: dict[Any, OpRecord] = {}
         self._layouts: dict[Any, ArgumentLayout] = {}
-        # by ids, with the specs, which stay alive so
+        # by the specs' ids; with the specs, which stay alive so that no other one gets their ids
         self._layouts_of_specs: dict[tuple[int, ...], tuple[ArgumentLayout, Any]] = {}
-        self._meshes: dict[int, tuple[Any, str]] = {}
+        self._meshes: dict[int, Any] = {}  # by id: the meshes that the layouts are of, kept alive
         self._sequence = 0
         self._thread = _ThreadState()
         self._hooks: list[Any] = []
@@ -271,6 +280,9 @@ class OpsMode(EagerMode):
         return NotImplemented
 
     def _run_collective(self, kind: _OpSchema, args: Any, kwargs: Any) -> Any:
+        """Run and record an op that communicates. If the tap reports no collective meanwhile, tell
+        the listeners of it: it issued none that could be seen.
+        """
         scope, thread = functional_scope, self._thread.here
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
@@ -297,6 +309,9 @@ class OpsMode(EagerMode):
     # --- where an op runs
 
     def _place(self) -> Place:
+        """Return where this thread's op runs. In a backward pass, consecutive ops of one autograd
+        node and module call share the answer.
+        """
         stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
         if node is None:  # no backward runs on this thread
@@ -320,8 +335,13 @@ class OpsMode(EagerMode):
     def _place_in_node(
         self, node: Any, number: int, call: ModuleCall | None, recomputing: bool | None
     ) -> Place:
-        """Return the place of an op inside an autograd node; ``recomputing``: None if only the
-        stack tells.
+        """Return the place of an op inside an autograd node.
+
+        Args:
+            node: the node.
+            number: its sequence number.
+            call: this thread's innermost module call.
+            recomputing: whether the node recomputes a forward; None if only the stack shows it.
         """
         phase, located = self._modules.locate_node(number, call)
         if phase is _BACKWARD and number < FIRST_ACCUMULATION and recomputing is not False:
@@ -352,6 +372,7 @@ class OpsMode(EagerMode):
     # --- turning the hot path's items into records
 
     def _settle(self) -> None:
+        """Turn what the hot path has noted into records, and forget it."""
         with self._lock:
             count = len(self._fresh)  # another thread may append meanwhile
             items = iter(self._fresh[:count])
@@ -380,16 +401,14 @@ class OpsMode(EagerMode):
         return known[0]
 
     def _layout(self, specs: tuple[Any, ...]) -> ArgumentLayout:
+        """Return the layout that specs describe, one object for all that are alike."""
         shapes = tuple(getattr(spec.tensor_meta, "shape", torch.Size()) for spec in specs)
         placements = tuple(spec.placements for spec in specs)
         mesh = specs[-1].mesh if specs else None
         key = (shapes, placements, id(mesh))
         layout = self._layouts.get(key)
-        if layout is None or (
-            mesh is not None and self._meshes.get(id(mesh), (None,))[0] is not mesh
-        ):
-            if mesh is not None:
-                self._meshes[id(mesh)] = (mesh, str(mesh))
+        if layout is None or self._meshes.get(id(mesh)) is not mesh:  # else a reused id
+            self._meshes[id(mesh)] = mesh
             layout = self._layouts[key] = ArgumentLayout(
                 shapes, placements, str(mesh) if mesh is not None else ""
             )
@@ -403,6 +422,7 @@ def _phase_and_path(place: Place) -> tuple[Phase | None, str | None]:
 
 
 def _specs(args: Any) -> tuple[Any, ...]:
+    """Return the specs of an op's DTensors, also of those in lists, as of ``torch.cat``."""
     found = []
     for argument in args:
         if isinstance(argument, DTensor):

@@ -1,5 +1,17 @@
 """The tracer: a subscriber of the tap that records where and why each collective is issued.
 
+For example, of a model that FSDP2 shards, the all_gather of its second block, issued while the
+first one runs, becomes an event with
+
+* phase ``forward`` and path ``Model.layers.0``: the module call in which it was issued;
+* owner ``FSDP2 Model.layers.1``: whose parameters it gathers;
+* cause: none, since no DTensor was redistributed;
+* times: issued, returned, and when a thread waited for it.
+
+An event is found again at its wait by the thread (the call waits itself), by the Work (asynchronous
+calls), by the address of an output (functional collectives), or by a callback of the backward pass
+(DDP's reducer, which waits in C++).
+
 The hot path is ``begin``, ``returned`` and the waits; everything else is computed when the trace is
 read. The first error in the tracer is logged, and the collective proceeds.
 """
@@ -67,7 +79,9 @@ _now = time.monotonic_ns
 
 @dataclass(slots=True)
 class _Summary:
-    first: RawEvent  # the others differ only in time
+    """Events of later steps that differ only in time."""
+
+    first: RawEvent
     last_step: int
     count: int = 0
 
@@ -103,9 +117,9 @@ class Tracer(tap.WaitSubscriber):
         self.on_collective: list[Callable[[RawEvent], None]] = []
         self.on_step: list[Callable[[], None]] = []
         self.events: list[RawEvent] = []
-        self.steps = 0
-        self.dispatched = 0
-        self.lost = 0
+        self.steps = 0  # optimizer steps that have ended
+        self.dispatched = 0  # collectives in the wanted steps, recorded or lost
+        self.lost = 0  # to an error of ours
         self.ops: Any = None  # the dispatch mode, at depth ops
         self._summaries: dict[Any, _Summary] = {}
         self._summarised = 0
@@ -121,13 +135,15 @@ class Tracer(tap.WaitSubscriber):
         # sequence number of the setup's last collective; None until the first forward begins
         self._setup_until: int | None = None
         self._sequence = itertools.count(1).__next__
-        self._threads: dict[int, int] = {}
+        self._threads: dict[int, int] = {}  # by a thread's id: its number in the trace
+        # Events whose wait is still to come: by thread, if its call waits itself; by Work, few and
+        # on CPU backends, since a Work keeps tensors alive; by Work that is held no longer; by
+        # address of an output, for wait_tensor().
         self._synchronous: dict[int, RawEvent] = {}
-        self._dropped_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
-        # in flight on a CPU backend; few, and dropped once complete
         self._works: dict[Any, RawEvent] = {}
+        self._dropped_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
         self._pointers: dict[int, RawEvent] = {}
-        # reference to the optimizer whose steps are counted
+        # weak reference to the optimizer whose steps are counted: the first one that steps
         self._stepper: Callable[[], Any] | None = None
         self._step_hook: Any = None
         self._rank_and_size: tuple[int, int] | None = None  # rank and world size
@@ -211,6 +227,7 @@ class Tracer(tap.WaitSubscriber):
         args = self._args_table.find(spec, arguments, group)
         reduce_op = None
         if spec.reduce_op >= 0:
+            # before torch 2.10 the dispatcher's object cannot be read
             noted = noted_reduce_ops.get(threading.get_native_id()) if noted_reduce_ops else None
             reduce_op = noted or arguments[spec.reduce_op]
         event = self._record(spec.name, args, reduce_op, frame)
@@ -219,16 +236,13 @@ class Tracer(tap.WaitSubscriber):
         elif event.info.may_be_functional and not self.preview:
             for pointer in output_pointers(spec, arguments):
                 self._pointers[pointer] = event
-            if len(self._pointers) > _POINTERS_LIMIT:
+            if len(self._pointers) > _POINTERS_LIMIT:  # the older half was perhaps never waited for
                 self._pointers = dict(
                     itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None)
                 )
-        if (
-            event.owner is not None
-            and event.owner.library == "DDP"
-            and not args.channel.runs_ahead
-            and not self.preview
-        ):
+        is_bucket = event.owner is not None and event.owner.library == "DDP"
+        # on a device, and in a preview, the reducer's wait returns at once
+        if is_bucket and not args.channel.runs_ahead and not self.preview:
             self._backward_waits.issued(event, self.modules.outermost_pass())
         event.started_ns = _now()
         return event
@@ -236,6 +250,7 @@ class Tracer(tap.WaitSubscriber):
     def _record(
         self, op: str, args: InternedArgs, reduce_op: Any, frame: FrameType | None
     ) -> RawEvent:
+        """Add the event of a collective that ``frame`` issues; None: C++ does, without Python."""
         event = RawEvent()
         event.args = args
         event.reduce_op = reduce_op
@@ -274,16 +289,20 @@ class Tracer(tap.WaitSubscriber):
             self._fail(error)
 
     def _attribute(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set phase, module call, path, cause and owner of an event of this stack."""
+        """Set phase, module call, path, cause and owner of an event of this stack.
+
+        What the running modules and autograd nodes show comes first. Frames of torch's libraries
+        in the stack, the *markers*, then correct it.
+        """
         info = event.info
         event.phase, event.call = self.modules.locate()
         event.owner = event.cause = event.path = event.microbatch = None
         if info.in_pass is not None or info.in_optimizer:
             self._correct_phase(event, info)
-        if "message" in info.markers or "microbatch" in info.markers:
+        if "message" in info.markers or "microbatch" in info.markers:  # of a pipeline's schedule
             set_microbatch(event, info, frame, self.modules)
         if event.call is not None:
-            if "FSDP2 state" in info.markers:
+            if "FSDP2 state" in info.markers:  # a hook of a block, which runs in a child's node
                 event.call = self._owners.hooked_call(info, frame, event.call)
             event.path = event.call.row.path
         if "redistribution" in info.markers or "DTensor op" in info.markers:
@@ -291,13 +310,16 @@ class Tracer(tap.WaitSubscriber):
         self._attribute_to_owner(event, frame)
 
     def _attribute_to_owner(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set the owner, and the path and the phase if it shows them."""
+        """Set the owner: the library, and whose parameters or gradients are sent. It shows the path
+        where no module call does; and that of a bucket of DDP, which is issued in the node of one
+        parameter and carries those of many modules.
+        """
         info, args = event.info, event.args
         event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
-        if owners_path is not None and (
-            event.path is None or (event.owner is not None and event.owner.library == "DDP")
-        ):
+        is_bucket = event.owner is not None and event.owner.library == "DDP"
+        if owners_path is not None and (event.path is None or is_bucket):
             event.path, event.call = owners_path, None
+            # From C++ without Python, or in a final callback: only backward does that.
             if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
                 event.phase = Phase.BACKWARD
         elif event.path is None and event.phase is Phase.BACKWARD:
@@ -325,17 +347,14 @@ class Tracer(tap.WaitSubscriber):
         event.returned_ns = _now()
         try:
             args = event.args
-            if (
-                not args.synchronous
-                and event.info.returns_work
-                and not self.preview
-                and not args.channel.runs_ahead
-            ):
+            waits_later = not args.synchronous and event.info.returns_work
+            # the Works of a device, and of a preview, tell nothing about when they are done
+            if waits_later and not self.preview and not args.channel.runs_ahead:
                 boxed = result[-1] if type(result) is tuple else result
                 if boxed is not None:
                     self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAME_EVERY == 0:
-                # the dispatcher's object takes 10 KB
+                # the dispatcher's object takes 10 KB; twice the number, as threads may overtake
                 for recent in self.events[-2 * _NAME_EVERY :]:
                     recent.reduce_op = reduce_op_text(recent.reduce_op)
             if len(self.events) >= _SUMMARISE_AT:
@@ -345,11 +364,10 @@ class Tracer(tap.WaitSubscriber):
 
     def _hold(self, work: Any, event: RawEvent) -> None:
         """Keep a Work, to recognise the wait for it. Drop completed and old Works, because they
-        keep tensors alive.
+        keep tensors alive: each new Work checks the oldest two.
         """
         works = self._works
         if works:
-            # Amortised: each new Work checks the oldest two.
             dropped = [
                 held
                 for held in itertools.islice(works, 2)
@@ -400,8 +418,8 @@ class Tracer(tap.WaitSubscriber):
     # --- steps
 
     def _setup_ended(self, *_: Any) -> None:
-        """Note that the setup has ended: the first forward begins, or another pass of a program
-        without modules. Later collectives belong to steps.
+        """Note that the setup has ended: the first forward begins, or a collective is issued in
+        another phase, in a program without modules. Later collectives belong to steps.
         """
         # A new list: the old one is being iterated over.
         self.modules.on_enter = [
@@ -459,17 +477,20 @@ class Tracer(tap.WaitSubscriber):
             listener()
 
     def _summarise_old(self) -> None:
-        """Summarise the events after the whole steps, but not of the current step."""
-        first = self.wanted_steps.start
+        """Summarise the events of completed steps after the whole steps. In a program whose steps
+        do not end, also those after the first ``WHOLE_EVENTS``, but for the newest thousand.
+        """
+        whole_until = self.wanted_steps.start + self.whole_steps
         too_many = len(self.events) + self._summarised > WHOLE_EVENTS
-        if self.steps <= first + self.whole_steps and not too_many:
+        if self.steps <= whole_until and not too_many:
             return
         kept: list[RawEvent] = []
-        until = len(self.events) - _SUMMARISE_AT // 2 if too_many else 0
+        newest_at = len(self.events) - _SUMMARISE_AT // 2
         events, self.events = self.events, kept
         for position, event in enumerate(events):
-            beyond = event.step >= first + self.whole_steps and event.step < self.steps
-            if beyond or (too_many and event.sequence > WHOLE_EVENTS and position < until):
+            is_later_step = whole_until <= event.step < self.steps
+            is_excess = too_many and event.sequence > WHOLE_EVENTS and position < newest_at
+            if is_later_step or is_excess:
                 self._summarise(event)
             else:
                 kept.append(event)
