@@ -1,5 +1,19 @@
-"""The current module call on every thread, and the call whose forward made the running autograd
-node.
+"""Where a collective or an op is issued: the module call that runs on this thread, or, in a
+backward pass, the call whose forward made the running autograd node.
+
+For example, of ``model = MLP()`` with a child ``net1``:
+
+============================================  ===============  ====================================
+issued                                        phase            call
+============================================  ===============  ====================================
+in the forward of ``net1``                    forward          ``MLP.net1``, the top of the stack
+by the autograd node of ``net1``'s matmul     backward         ``MLP.net1``, by the node's number
+in ``net1``, called again in backward by a    recomputation    that call, whose parent is the call
+checkpoint's node                                              that made the node
+in the optimizer                              outside          none
+============================================  ===============  ====================================
+
+:mod:`~commlens.tracing.attribution.module_calls` explains the numbers of nodes.
 
 ``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's
 own hooks, in which tensor-parallel plans communicate, and is left through ``finally`` if the module
@@ -98,34 +112,31 @@ class ModuleTracker:
     # --- the calls
 
     def enter(self, module: Module) -> ModuleCall | None:
-        """Record the start of a module call on this thread; return None if the module is
-        skipped.
+        """Record the start of a module call on this thread. Return None if it does not count: of a
+        part that a compiler made, or of what a wrapper wraps, called by the wrapper.
         """
         try:
             thread = self._thread
             stack = thread.stack
             recomputed_by, parent = self._parent(stack)
             wrapper = False
-            if parent is not None:
-                row = parent.row.children.get(id(module))
-                if row is None or row.ref() is not module:
+            row = parent.row.children.get(id(module)) if parent is not None else None
+            if row is None or row.ref() is not module:
+                inner = self._unwrapped(module)
+                wrapper = inner is not module
+                if parent is None:
+                    row = self._row(inner, None)
+                else:
                     if isinstance(module, GraphModule) and not self._known_paths(module):
                         return None  # made by a compiler from the parent; not part of the model
-                    row = self._row(inner := self._unwrapped(module), parent)
-                    if (
-                        row is parent.row
-                        and parent.wrapper
-                        and parent.recomputed_by == recomputed_by
-                    ):
+                    row = self._row(inner, parent)
+                    is_inside_wrapper = row is parent.row and parent.wrapper
+                    if is_inside_wrapper and parent.recomputed_by == recomputed_by:
                         for listener in self.on_enter:
                             listener(parent, module)
                         return None  # the same call, already recorded
-                    wrapper = inner is not module
                     if not wrapper:
                         parent.row.children[id(module)] = row
-            else:
-                row = self._row(inner := self._unwrapped(module), None)
-                wrapper = inner is not module
             if recomputed_by is None:
                 number = row.calls = row.calls + 1
             else:
@@ -141,8 +152,8 @@ class ModuleTracker:
         return call
 
     def _parent(self, stack: list[ModuleCall]) -> tuple[int | None, ModuleCall | None]:
-        """Return the number of the running autograd node, which recomputes the next call, and the
-        call around that.
+        """Return what the next call begins in: the number of the autograd node that recomputes it
+        (None outside of backward), and the call around it.
         """
         node, parent = current_node(), stack[-1] if stack else None
         if node is None:
@@ -161,7 +172,7 @@ class ModuleTracker:
             stack, table = thread.stack, thread.table
             if not stack or stack[-1] is not call:
                 if call not in stack:
-                    return
+                    return  # the tracker was removed while the call ran
                 del stack[stack.index(call) + 1 :]
             stack.pop()
             call.end = next_number()
@@ -180,23 +191,18 @@ class ModuleTracker:
             )
 
     def pass_begins(self, node: Any) -> None:
-        """Note that the running node begins a backward pass of its own."""
+        """Note that the running node begins a backward pass of its own, as that of reentrant
+        checkpointing does after it has recomputed a forward.
+        """
         try:
             thread = self._thread
             number = node._sequence_nr()
             call = thread.stack[-1] if thread.stack else None
+            if call is None or call.recomputed_by != number:
+                call = self.find_node(number)
             if not thread.nested:
                 thread.outermost = current_pass()
-            thread.nested.append(
-                (
-                    number,
-                    (
-                        call
-                        if call is not None and call.recomputed_by == number
-                        else self.find_node(number)
-                    ),
-                )
-            )
+            thread.nested.append((number, call))
         except Exception as error:
             self._fail(error)
 
@@ -239,8 +245,8 @@ class ModuleTracker:
         call = thread.find_node(number)
         if thread.nested or (call is not None and call.recomputed_by is None):
             return call
-        # Made by another thread, or a graph that was recomputed on this one: both have their own
-        # numbers, from 0.
+        # The node was made by another thread, or by a graph that was recomputed on this one. Both
+        # number their nodes from 0, so several calls may cover the number: then none is right.
         for tables in (self._tables, *_earlier_tables):
             others = [
                 other
@@ -263,6 +269,7 @@ class ModuleTracker:
     # --- rows and paths
 
     def _row(self, module: Module, parent: ModuleCall | None) -> ModuleRow:
+        """Return the row of a module that is called inside a call."""
         path = self._path(module, parent.row if parent is not None else None)
         row = self._by_path.get((id(module), path))
         if row is None or row.ref() is not module:
@@ -276,6 +283,11 @@ class ModuleTracker:
         return row
 
     def _path(self, module: Module, parent: ModuleRow | None) -> str:
+        """Return a module's path: the class of its root and the names of the children,
+        ``"MLP.net1"``. Of several paths of a shared module, it is the one nearest to the parent's.
+        A module that is no child of the root is named by its class, ``"MLP.(Helper)"``, and the
+        second root of a class ``"MLP#2"``.
+        """
         paths = self._known_paths(module)
         if not paths and parent is not None:
             root = parent
@@ -298,6 +310,7 @@ class ModuleTracker:
         return path
 
     def _known_paths(self, module: Module) -> list[str]:
+        """Return the paths of a module under all roots that were called."""
         reference, paths = self._paths.get(id(module), (None, []))
         return paths if reference is not None and reference() is module else []
 
@@ -310,10 +323,12 @@ class ModuleTracker:
                 paths.append(path)
 
     def _wrapped(self, module: Module) -> Module | None:
-        """Return the module that a wrapper wraps, if its calls count as that module's."""
-        if self.names_wrappers and "_orig_mod" not in module.__dict__.get("_modules", {}):
-            return None
+        """Return the module that a wrapper wraps, if its calls count as that module's: always of
+        torch.compile's, and with ``names_wrappers`` only of that one, as PyTorch's mode does.
+        """
         inside = module.__dict__.get("_modules", {})
+        if self.names_wrappers and "_orig_mod" not in inside:
+            return None
         for name in _WRAPPED:
             if name in inside:
                 found = inside[name]
@@ -321,6 +336,7 @@ class ModuleTracker:
         return inside.get("module") if isinstance(module, _WRAPPERS) else None
 
     def _unwrapped(self, module: Module) -> Module:
+        """Return the module inside all wrappers."""
         while (inner := self._wrapped(module)) is not None:
             module = inner
         return module
@@ -360,7 +376,7 @@ class ModuleTracker:
         other tensors.
         """
         reference, path = self._parameters.get(id(parameter), (None, ""))
-        if reference is None or reference() is not parameter:
+        if reference is None or reference() is not parameter:  # new, or replaced: read all anew
             self._parameters = {}
             for row in self._roots:
                 root = row.ref()

@@ -1,7 +1,12 @@
-"""Watches the buffers of asynchronous collectives from the issue to the wait.
+"""Watch the buffers of asynchronous collectives from the issue to the wait, and find races.
 
 While a collective is in flight, an op or another collective may only read the buffers that it only
-reads. Any other access is a race: it happens before or after the collective by chance.
+reads. Any other access is a race: it happens before or after the collective by chance::
+
+    work = dist.all_reduce(x, async_op=True)    # a Flight with one Buffer: x, written
+    y = x + 1                                   # a BufferUse: "add" read x, touched in flight
+    work.wait()                                 # the flight ends
+    x.zero_()                                   # fine
 
 Only calls that the program makes itself are watched: torch's own parts (DDP, FSDP, DTensor,
 pipelining) order their ops without waits. On a CUDA device, only ops on the default stream are
@@ -123,16 +128,18 @@ class BufferWatch(tap.WaitSubscriber):
         self._backend = backend
         self._mode = OpsWatch(self._before_op)
         self._groups = Groups()
-        # a call passes these in turn; by thread, until its Work is known
-        self._issuing_stacks: dict[int, RawStack] = {}  # it has begun
-        self._without_work: dict[int, Flight] = {}  # the backend has accepted it
-        self._coalescing: dict[int, list[Flight]] = {}  # its Work comes at the end of a group
-        # then it is in flight
+        # What a collective passes through, by thread, until its Work is known:
+        # issue_begins() notes the stack; begin() takes it, and returned() notes the flight;
+        # issue_ended() has the Work, or the flight waits for the Work of its coalesced group.
+        self._issuing_stacks: dict[int, RawStack] = {}
+        self._without_work: dict[int, Flight] = {}
+        self._coalescing: dict[int, list[Flight]] = {}
+        # Then it is in flight:
         self._flights: dict[Flight, None] = {}  # in order of issue
         # by id of the Work's one Python object, which is not kept alive
         self._flights_by_work: dict[int, tuple[weakref.ref[Any], Flight]] = {}
         self._buffers_by_storage: dict[int, list[Buffer]] = {}
-        self._op_count = 0
+        self._op_count = 0  # tensor ops seen
         self._patches = Patches()
         self._awake = False
         self._failed = False
@@ -193,12 +200,14 @@ class BufferWatch(tap.WaitSubscriber):
             self._watch(flight, work)
 
     def _wake(self) -> None:
+        """Have the tap report all collectives and waits."""
         if not self._awake:
             self._awake = True
             tap.attach(self)
             torch_patches.add_tracer(self)
 
     def _sleep(self) -> None:
+        """Have the tap report nothing, and forget what is in flight."""
         if self._awake:
             self._awake = False
             torch_patches.remove_tracer(self)
@@ -235,9 +244,11 @@ class BufferWatch(tap.WaitSubscriber):
             return None
         thread = threading.get_ident()
         op = wire_op(spec.name)
-        if op in BARRIERS:
+        if op in BARRIERS:  # after it, all ranks have done what they issued before
             self._stop_watching(list(self._flights))
             return None
+        # None: the program's call waits itself, or a library of torch issues the collective. Then
+        # it is not watched, but may touch what is in flight.
         stack = self._issuing_stacks.pop(thread, None) or _functional_stack(frame)
         if stack is None and not self._flights:
             return None
@@ -263,12 +274,13 @@ class BufferWatch(tap.WaitSubscriber):
         """Watch a collective that the backend has accepted."""
         if flight is None:
             return
-        if flight.is_functional:
+        if flight.is_functional:  # its wait_tensor() is given the output, not a Work
             self._safely(self._watch, flight, None)
         else:
             self._without_work[threading.get_ident()] = flight
 
     def _watch(self, flight: Flight, work: Any) -> None:
+        """Note that a collective is in flight, and drop the oldest one if there are too many."""
         with _lock:
             self._wake()
             self._flights[flight] = None
@@ -316,7 +328,9 @@ class BufferWatch(tap.WaitSubscriber):
         self._coalescing[threading.get_ident()] = []
 
     def coalescing_ended(self, work: Any) -> None:
-        """Watch the collectives of a group until a thread waits for its Work."""
+        """Watch the collectives of a group, as one with the buffers of all, until a thread waits
+        for its Work.
+        """
         flights = self._coalescing.pop(threading.get_ident(), None)
         if flights and work is not None and not self._failed:
             first = flights[0]
@@ -326,11 +340,14 @@ class BufferWatch(tap.WaitSubscriber):
             self._safely(self._watch, first, work)
 
     def backward_ended(self) -> None:
-        """Put the mode back onto the stack, which torch restores after a backward pass."""
+        """Put the mode back: after a backward pass, torch restores the stack of modes from before,
+        without it if the flight began meanwhile.
+        """
         if self._flights:
             self._safely(self._switch_mode)
 
     def _synchronized(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Synchronize a device, a stream or an event: what ran on a device before has ended."""
         result = original(*args, **kwargs)
         if self._flights:
             self._safely(self._device_synchronized)
@@ -341,6 +358,7 @@ class BufferWatch(tap.WaitSubscriber):
             self._stop_watching([each for each in self._flights if each.channel.runs_ahead])
 
     def _flights_that_write(self, tensor: Any) -> list[Flight]:
+        """Return the collectives in flight that write into a tensor's storage."""
         key = storage_key(tensor) if self._buffers_by_storage else None
         buffers = self._buffers_by_storage.get(key, ()) if key is not None else ()
         return [buffer.flight for buffer in list(buffers) if buffer.written]
@@ -385,17 +403,19 @@ class BufferWatch(tap.WaitSubscriber):
         with _lock:
             wanted = not all(flight.is_functional for flight in self._flights)
             switched = self._mode.switch(wanted)
-            if switched and not wanted and not self._coalescing:
+            if switched and not wanted and not self._coalescing:  # whose flights have no Work yet
                 self._sleep()
 
     # --- ops
 
     def _before_op(self, access: OpAccess, args: Any, kwargs: Any) -> None:
+        """Check a tensor op that is about to run. The mode calls this."""
         if not self._flights:
             return
         try:
             self._op_count += 1
             if self._op_count % _CLEAN_UP_EVERY == 0:
+                # what nobody waits for: its memory is free, or the wait was not seen
                 with _lock:
                     for flight in list(self._flights):
                         is_freed = any(buffer.memory.is_freed for buffer in flight.buffers)
@@ -455,7 +475,7 @@ class BufferWatch(tap.WaitSubscriber):
         memory = memory_of(operand.tensor)
         if memory is None or self._is_on_another_stream(operand.tensor.device):
             return None
-        # a device runs the collectives of one channel in order, so these do not race
+        # A device runs the collectives of one channel in order: this one does not race with those.
         in_order = channel if channel is not None and channel.runs_ahead else None
         racing = [buffer for buffer in buffers if buffer.flight.channel is not in_order]
         return _first_in_conflict(memory, operand.written, buffers, racing)
@@ -498,7 +518,8 @@ def _first_in_conflict(
         buffers: all buffers in flight in its storage.
         racing: those whose collectives are not ordered with the access.
     """
-    # If a collective's input is a slice of its own output, that slice keeps its content.
+    # If a collective's input is a slice of its own output, as in an all_gather in place, that slice
+    # keeps its content: to read it is no race.
     inputs = [buffer for buffer in buffers if not buffer.written]
     keep_content = {buffer.flight for buffer in inputs if buffer.memory.contains(memory)}
     for buffer in racing:
@@ -509,6 +530,7 @@ def _first_in_conflict(
 
 
 def _buffers(flight: Flight, operands: Iterable[Operand]) -> Iterator[Buffer]:
+    """Yield the buffers of a collective; not of tensors without memory, such as sparse ones."""
     for operand in operands:
         memory = memory_of(operand.tensor)
         if memory is not None:
@@ -518,5 +540,8 @@ def _buffers(flight: Flight, operands: Iterable[Operand]) -> Iterator[Buffer]:
 
 
 def _functional_stack(frame: FrameType | None) -> RawStack | None:
+    """Return the stack of a functional collective that the program calls; None for other calls.
+    It passes no method of the process group from Python, so issue_begins() did not see it.
+    """
     stack = issue_stack(frame, None)
     return stack if stack is not None and is_functional(stack) else None
