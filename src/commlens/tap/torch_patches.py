@@ -1,9 +1,21 @@
-"""The patches of torch besides the tap. They do nothing while nothing listens.
+"""The patches of torch's Python functions, for what the tap does not see because it is no op.
 
-``Work.wait`` (which thread is blocked in which collective, and when it is done),
-``ProcessGroup._start_coalescing`` and ``_end_coalescing`` (which are not ops), ``DeviceMesh``
-(names of dimensions), and the optimizers' global post-hook (steps). Tried on torch 2.6.0, 2.13.0
-and 2.15.0.
+==================================================  ================================================
+patched                                             to learn
+==================================================  ================================================
+``Work.wait``                                       which thread is blocked in which collective
+``Work.is_completed``, ``get_future`` ...           that a program need not wait
+``ProcessGroup._start_coalescing`` and its end      which ops are one coalesced group
+``ProcessGroup.allreduce`` ...                      that the program itself is about to get a Work;
+                                                    before torch 2.10 also the reduce op
+``torch.autograd``'s run of a backward pass         where DDP's reducer waits in C++
+``DeviceMesh``, optimizers, ``CUDAGraph`` ...       names of groups, steps, captures and replays
+==================================================  ================================================
+
+There are three kinds of listeners: one *recorder* (of a live rank, or of a check), *tracers*, which
+hear of waits, and *work listeners*, which hear of issues and of other uses of Works. A patch is
+installed for good when the first listener needs it, and does nothing while none listens; only that
+of ``Work.wait`` is taken off again. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -39,7 +51,7 @@ calls tap_reduce_ops when it fails.
 
 
 _recorder: Any = None  # the Recorder of capture, or the SequenceRecorder of check
-_lock = threading.RLock()  # of the tracers
+_lock = threading.RLock()  # held to change the tracers
 _tracers: tuple[tap.WaitSubscriber, ...] = ()
 _work_listeners: tuple[tap.WaitSubscriber, ...] = ()
 work_is_completed = Work.is_completed
@@ -117,10 +129,11 @@ def listen() -> None:
 
 
 def _install_all() -> None:
+    """Install the patches that the present listeners need and that are not installed yet."""
     _install(_tap_work_wait)
-    if not python_reads_reduce_ops() and (
-        _tracers or _recorder is None or not _recorder.reads_reduce_ops
-    ):
+    # C++ reads them in each version of torch, for a native recorder alone
+    in_python = _tracers or _recorder is None or not _recorder.reads_reduce_ops
+    if in_python and not python_reads_reduce_ops():
         _install(tap_reduce_ops)
     if _recorder is not None:
         _install(*_COALESCING, *_OF_RECORDERS, _tap_other_uses_of_works)
@@ -147,7 +160,7 @@ class _Patch:
     """Replaces functions of torch at its first call, for good."""
 
     owner: str  # "module:class"; imported when the patch is installed
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of its functions; those that this torch lacks are left out
     make: Callable[[Any], Any]  # takes a function and returns what replaces it
     is_installed: bool = False
 
@@ -191,6 +204,7 @@ _waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with the ori
 
 
 def _tap_work_wait() -> None:
+    """Replace ``Work.wait``, by the recorder's own in C++ if it has one."""
     if _waits:
         return
     # Classes of C++ Works with a wait of their own (the fake backend's) do not call that of Work.
@@ -217,6 +231,10 @@ def _untap_work_wait() -> None:
 
 
 def _tapped_wait(original: Any) -> Any:
+    """Report each wait to the tracers and the recorder, before and after. The recorder's verifier
+    may raise before it, and replaces the backend's error by a peer's refusal.
+    """
+
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
@@ -247,6 +265,7 @@ def _wait_ended(
 
 
 def _tensor_wait_begins(tensor: Any) -> Any:
+    """Report that a thread waits for the tensor of a functional collective; the tap calls this."""
     recorder = _recorder
     held = [
         (tracer, token)
@@ -266,7 +285,9 @@ def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
 
 
 waits_in_cpp: dict[int, int] = {}
-"""By thread that is in such a function: since when, CLOCK_MONOTONIC in ns."""
+"""By thread that is in a function of torch that waits for collectives in C++, while a verifier is
+on: since when, CLOCK_MONOTONIC in ns.
+"""
 
 
 def _raising_refusals(original: Any) -> Any:
@@ -276,15 +297,13 @@ def _raising_refusals(original: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
+        # such functions call one another: the outermost one notes and removes the time
         outermost = waits_in_cpp.setdefault(thread, now := time.monotonic_ns()) == now
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            if (
-                _recorder is None
-                or _recorder.verifier is None
-                or not (is_peer_error(str(error)) or is_mismatch_error(str(error)))
-            ):
+            is_of_peers = is_peer_error(str(error)) or is_mismatch_error(str(error))
+            if _recorder is None or _recorder.verifier is None or not is_of_peers:
                 raise
             raise _recorder.error_to_raise(error)  # noqa: B904 - its cause is set
         finally:
@@ -295,7 +314,9 @@ def _raising_refusals(original: Any) -> Any:
 
 
 def _waiting_in_cpp(original: Any) -> Any:
-    """Tell of a call that issues collectives and waits for them in C++."""
+    """Report a call that issues collectives and waits for them in C++: DDP's broadcast of buffers.
+    A check's recorder does not ask for it.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         begins = getattr(recorder := _recorder, "cpp_waits", None)
@@ -340,7 +361,11 @@ _ISSUING_METHODS = (
 )
 
 
-def _telling_issue(original: Any) -> Any:
+def _reporting_issue(original: Any) -> Any:
+    """Report to the work listeners a call from Python that returns a Work: asynchronous, or of
+    unknown options.
+    """
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         listeners, work = _work_listeners, None
         asynchronous = _async_op_in(args, kwargs) if listeners else False
@@ -367,7 +392,9 @@ def _async_op_in(args: Any, kwargs: Any) -> bool | None:
     return None
 
 
-def _telling_start(start: Any) -> Any:
+def _reporting_start(start: Any) -> Any:
+    """Report that this thread begins a coalesced group."""
+
     def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = start(self, *args, **kwargs)
         if _recorder is not None:
@@ -379,7 +406,9 @@ def _telling_start(start: Any) -> Any:
     return _start_coalescing
 
 
-def _telling_group(end: Any) -> Any:
+def _reporting_group(end: Any) -> Any:
+    """Report that this thread ends a coalesced group, and the one Work of all its ops."""
+
     def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
         token = recorder.coalescing_ends() if recorder is not None else None
@@ -400,8 +429,8 @@ def _telling_group(end: Any) -> Any:
     return _end_coalescing
 
 
-def _telling_graph(original: Any) -> Any:
-    """Tell of the capture and the replays of CUDA graphs: a captured collective does not run, and a
+def _reporting_graph(original: Any) -> Any:
+    """Report the capture and the replays of CUDA graphs: a captured collective does not run, and a
     replay passes no tap.
 
     Every user of graphs calls these methods: ``torch.cuda.graph``, ``make_graphed_callables`` and
@@ -449,6 +478,9 @@ def _tap_other_uses_of_works() -> None:
 
 
 def _noting_use(original: Any) -> Any:
+    """Report a use of a Work that shows how far it is; to the work listeners, for which it then is
+    complete, not if a poll finds that it is not.
+    """
     polls = original.__name__ == "is_completed"
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -463,7 +495,9 @@ def _noting_use(original: Any) -> Any:
     return method
 
 
-def _telling_end(original: Any) -> Any:
+def _reporting_backward(original: Any) -> Any:
+    """Report to the work listeners that a backward pass has ended."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -480,7 +514,8 @@ def _noting_calls_of_others(original: Any) -> Any:
     def _warn_not_in_group(op_name: Any) -> None:
         if _recorder is not None and _recorder.hazards is not None:
             _recorder.hazards.not_a_member()
-        # torch's own text, from torch's own line: to call it would name this one
+        # torch's own text, for the line that torch would name: a call of the original would name
+        # this function's
         world = torch.distributed.GroupMember.WORLD
         rank = -1 if world is None else world.rank()
         text = f"Running {op_name} on global rank {rank} which does not belong to the given group."
@@ -511,6 +546,7 @@ def _learning_meshes(original: Any) -> Any:
 
 @functools.cache
 def _tap_optimizers() -> None:
+    """Count optimizer steps, in the recorder and in the black box."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def commlens_step(*_: Any) -> None:
@@ -538,6 +574,8 @@ def tap_reduce_ops() -> None:
 
 
 def _noting_reduce_op(original: Any) -> Any:
+    """Note the reduce op in a call's options, mostly its last argument, while the call runs."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is None and not _tracers:
             return original(self, *args, **kwargs)
@@ -560,20 +598,20 @@ _GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
 _RUN_BACKWARD: Final = ("_engine_run_backward",)
 _REDUCTIONS: Final = _Patch(_GROUP, _REDUCING_METHODS, _noting_reduce_op)
 _COALESCING: Final = (
-    _Patch(_GROUP, ("_start_coalescing",), _telling_start),
-    _Patch(_GROUP, ("_end_coalescing",), _telling_group),
+    _Patch(_GROUP, ("_start_coalescing",), _reporting_start),
+    _Patch(_GROUP, ("_end_coalescing",), _reporting_group),
 )
 _OF_WORK_LISTENERS: Final = (
-    _Patch(_GROUP, _ISSUING_METHODS, _telling_issue),
-    _Patch("torch.autograd", _RUN_BACKWARD, _telling_end),
-    _Patch("torch.autograd.graph", _RUN_BACKWARD, _telling_end),
+    _Patch(_GROUP, _ISSUING_METHODS, _reporting_issue),
+    _Patch("torch.autograd", _RUN_BACKWARD, _reporting_backward),
+    _Patch("torch.autograd.graph", _RUN_BACKWARD, _reporting_backward),
 )
 _OF_RECORDERS: Final = (
     _Patch("torch.distributed.device_mesh:DeviceMesh", ("__init__",), _learning_meshes),
     _tap_optimizers,
     _Patch("torch.distributed", ("_broadcast_coalesced",), _waiting_in_cpp),
     _Patch(
-        "torch.cuda.graphs:CUDAGraph", ("capture_begin", "capture_end", "replay"), _telling_graph
+        "torch.cuda.graphs:CUDAGraph", ("capture_begin", "capture_end", "replay"), _reporting_graph
     ),
     _Patch("torch.distributed.distributed_c10d", ("_warn_not_in_group",), _noting_calls_of_others),
 )
