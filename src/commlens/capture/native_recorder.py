@@ -2,7 +2,18 @@
 
 ``commlens/native/recorder.hpp`` does for each collective what
 :class:`commlens.capture.recorder.Recorder` does, and writes the same records. It calls the methods
-under "called from C++" when something is new or has failed.
+under "called from C++" when something is new or has failed. So of ten equal all_reduces of one
+line:
+
+======  ==========================================================================================
+1st     C++ calls ``describe_args``, ``args_blob``, ``channel_blob`` and ``python_stack``, keeps
+        what they return, and writes the record
+others  C++ finds the arguments and the stack among those that it knows, and writes the record
+======  ==========================================================================================
+
+With a verifier, the first one is verified in Python (``verify_before_issue``), which then plans how
+C++ verifies the others (``make_plan``). A *token* here is a C++ object with the fields of
+:class:`commlens.tap.token.Token`; ``native`` is one that C++ hands over.
 """
 
 from __future__ import annotations
@@ -32,7 +43,7 @@ from commlens.tap.token import CallVerifier, Token
 class NativeBoxWriter(BoxWriter):
     """A black box whose records and side table are written by C++."""
 
-    engine: Any = None
+    engine: Any = None  # until the base class has made the box, and read these properties
 
     def __init__(self, module: Any, path: Path, **header: Any) -> None:
         super().__init__(path, **header)
@@ -58,9 +69,10 @@ class NativeBoxWriter(BoxWriter):
 
     @side_floor.setter
     def side_floor(self, _: int) -> None:
-        pass
+        pass  # the base class sets it; C++ has its own
 
     def _append(self, payload: bytes) -> int:
+        """Append a blob to the side table, and return its position."""
         return int(self.engine.append(payload))
 
 
@@ -109,7 +121,9 @@ class NativeRecorder(Recorder):
         super().__init__(writer, NativeGroups(self.engine), cpp_stack=cpp_stack, timing=timing)
         self._module = module
         self._specs = {spec.name: spec for _, spec in tap.ops()}
-        self._watched_groups: dict[int, Any] = {}  # weak references, by address
+        # by the address of a process group, by which C++ knows it: a weak reference, which tells
+        # C++ when the address may be another group's
+        self._watched_groups: dict[int, Any] = {}
 
     # --- switching
 
@@ -170,8 +184,9 @@ class NativeRecorder(Recorder):
         return self.writer.add_blob(channel.describe())
 
     def backward_caller(self) -> int:
-        """Return the number of the stack that called the backward pass which the calling thread
-        runs for another thread; 0 for none, and -1 in a thread in which that is never so.
+        """Return the number of the stack that called ``backward()``, if this is one of autograd's
+        own threads, which run the pass for the calling thread; 0 for none, and -1 in a thread that
+        Python made, in which that is never so.
         """
         return -1 if backward_caller.this_thread.made_by_python else backward_caller.number()
 
@@ -198,7 +213,7 @@ class NativeRecorder(Recorder):
 
     def verify_before_issue(self, native: Any, reduce_op: int) -> Token:
         """Compare a collective with the peers' before it is issued, if C++ cannot decide alone.
-        Raises only a refusal.
+        Return its token in Python. Raises only a refusal.
         """
         verifier = self.verifier
         token = Token(
@@ -211,7 +226,7 @@ class NativeRecorder(Recorder):
             native.stack,
         )
         token.tagged_number = native.tagged_number
-        if native.announced is not None:
+        if native.announced is not None:  # by C++: slot, number, reduce op, absent ranks
             token.announced = native.announced[:2]
         if verifier is None:
             return token
@@ -305,6 +320,7 @@ class NativeRecorder(Recorder):
         return self.engine.sweep()
 
     def _take_enqueued(self) -> None:
+        """Hand over what C++ has seen enqueued on a device since the last time."""
         for native in self.engine.take_enqueued():
             if native.captured:
                 self.graphs.captured(native.args.channel)
@@ -392,10 +408,8 @@ class NativeRecorder(Recorder):
 log = logging.getLogger("commlens")
 
 
-# --- the choice of engine: the native one if it was built for this very torch and Python, else the
-# one in Python
-#
-# Both write the same records. docs/native.md says how the native engine is built.
+# --- the choice of engine: the native one if it was built for this very torch and Python (see
+# docs/native.md), else the one in Python, which writes the same records
 
 _TRACED = "this process traced collectives before, with kernels in Python, which stay installed"
 

@@ -1,4 +1,20 @@
-"""The recording of one process: opens its black box, attaches the recorder, and closes both."""
+"""The recording of one process: its black box, its recorder and its watchdog thread, from the
+import of torch to the end of the process.
+
+=======================================  ==========================================================
+moment                                   what happens
+=======================================  ==========================================================
+torch is imported in a launcher's rank   ``begin_early``: the box is made, so that it shows even a
+                                         rank that never gets to ``init_process_group``
+0.05 s later                             the node's watcher is started
+``init_process_group`` is called         ``begin``: the box, if there is none yet; the recorder is
+                                         attached, so that collectives are recorded
+the process ends                         ``at_exit``: the exception that ends it, or the latent
+                                         faults, and the final phase are written
+it is forked                             ``_after_fork_in_child``: the child records nothing, unless
+                                         it becomes a rank itself
+=======================================  ==========================================================
+"""
 
 from __future__ import annotations
 
@@ -41,21 +57,22 @@ class Recording:
         self.settings = settings
         self.make_verifier = make_verifier
         self.dump = dump
-        self.pid = os.getpid()
-        self.lock = threading.Lock()
+        self.pid = os.getpid()  # of the process that opened the box: a fork has another one
+        self.lock = threading.Lock()  # held to open the box
+        # the box's writer, and what uses it; None: no box is open
         self.writer: Any = None
         self.recorder: Any = None
         self.watchdog: Any = None
-        self.setups: Any = None
-        self.watcher_replacement: Any = None  # starts a watcher when one has died
-        self.attached = False
-        self.initialised = False
-        self.watcher_timer: threading.Timer | None = None
+        self.setups: Any = None  # records the calls that make groups
+        self.job_dir: Path | None = None  # the folder of the job's boxes
+        self.attached = False  # the recorder gets the collectives
+        self.initialised = False  # a default group was made
+        self.given_up = False  # there is no box, or there was one: none is made
+        self.watcher_timer: threading.Timer | None = None  # None once the watcher was started
         self.watcher_pid = 0
-        self.job_dir: Path | None = None
-        self.given_up = False
-        self.exception_seen = False
-        self.expecting: list[str] = []
+        self.watcher_replacement: Any = None  # starts a watcher when one has died
+        self.exception_seen = False  # the one that ends the process
+        self.expecting: list[str] = []  # labels of `commlens.expect_slow()`, the innermost last
         self.began_late = False  # a process group existed before recording was switched on
         self.before_end: Callable[[], None] | None = None  # of the default group
         self.regions = 0  # nesting of `commlens.verify()`
@@ -97,7 +114,8 @@ class Recording:
         """Make the box if there is none, and attach the recorder. Called when
         ``init_process_group`` is.
         """
-        # Only the environment has switched recording on, not the program itself.
+        # Processes that only pretend to be many ranks, as in a test with torch's fake backend, are
+        # recorded only if the program itself has switched recording on.
         if place.is_pretended and config.is_switched_on(os.environ):
             self._pause()
             return
@@ -123,7 +141,8 @@ class Recording:
 
         Args:
             place: of the process in its job.
-            early: ``init_process_group`` has not been called, so a rank's child is no rank.
+            early: ``init_process_group`` has not been called. Then a child of a rank, such as a
+                worker of a data loader, gets no box, and may get one later.
         """
         with self.lock:
             if self.recorder is not None or self.given_up:
@@ -254,6 +273,7 @@ class Recording:
         self._meet(self.recorder.verifier.enter)
 
     def _verify(self, rank: int, depth: int) -> None:
+        """Make the verifier, inside ``depth`` regions that verify."""
         from commlens.tap import torch_patches
 
         self.recorder.verifier = make_verifier(
@@ -285,7 +305,7 @@ class Recording:
             self.watcher_replacement.look(now)
 
     def _start_watcher(self) -> None:
-        """Start the node's watcher, once."""
+        """Start the node's watcher, once: by the timer, or earlier if the process may end soon."""
         timer, self.watcher_timer = self.watcher_timer, None
         if timer is not None and not self.settings.watched and self.is_open:
             from commlens.capture import job_box
@@ -326,7 +346,7 @@ class Recording:
         if self.is_open:
             kind, error, trace = sys.exc_info()
             if isinstance(error, SystemExit) and not error.code:
-                error = None
+                error = None  # sys.exit(): the process ends as it should
             if kind is not None and error is not None:
                 safely(self.record_exception, kind, error, trace)
             if self.initialised:

@@ -1,9 +1,22 @@
-"""Switches recording on and off in this process.
+"""Switch recording on and off in this process: :func:`start`, :func:`stop` and what the user calls;
+and :class:`TorchEvents`, which follows the calls that make and destroy groups.
 
 The box opens with the import of torch if a launcher made the process a rank, and collectives are
 recorded from its first ``init_process_group`` on. A process without a rank in its environment gets
 no box before it calls ``init_process_group``; a rank's children (workers of a data loader, of
-inductor) inherit its environment and get none.
+inductor) inherit its environment and get none. For example, in a rank that torchrun started:
+
+===========================================  ======================================================
+the program                                  here
+===========================================  ======================================================
+``import torch``                             ``start``: the box opens
+``dist.init_process_group()``                ``before_init``: recording begins; the call is noted as
+                                             a collective of all ranks until it returns
+which calls ``_new_process_group_helper``    ``before_new_group``: the groups' names start again
+``dist.new_group([0, 1])``                   ``before_new_group``: noted as one of ranks 0 and 1
+``store.get("key")``                         ``before_store_wait``: noted until it returns
+``dist.destroy_process_group()``             ``before_destroy``: latent faults are written
+===========================================  ======================================================
 """
 
 from __future__ import annotations
@@ -152,12 +165,14 @@ log = logging.getLogger("commlens")
 
 
 def _splits(given: dict[str, Any]) -> bool:
-    """Return whether ``new_group`` splits the communicator of the default group: then all ranks of
-    that one meet there, also those that are not in the new group.
+    """Return whether ``new_group`` splits the communicator of the default group (NCCL's
+    ``ncclCommSplit``): then all ranks of that one must come, also those not in the new group.
     """
     import torch.distributed.distributed_c10d as c10d
 
     world, find = c10d._get_default_group(), getattr(c10d, "_get_split_source", None)
+    # Torch splits only if the default group is bound to a device. With use_local_synchronization,
+    # only the members call; the name is then a hash instead of a number.
     if find is None or not world.bound_device_id or not str(given["group_name"]).isdecimal():
         return False
     if getattr(given.get("backend_options"), "lazy_init", False):
