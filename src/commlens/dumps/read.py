@@ -1,6 +1,18 @@
 """Read a job's black boxes and the observations of its processes, from files in any order and under
 any name.
 
+For example, of a dump that two nodes have written::
+
+    rank0.4711.box  rank1.4712.box    black boxes of node n01
+    observed-n01.json                 what its watcher saw of the processes: {"ranks": {"0": {"end":
+                                      "killed", ...}}, "saved": {"rank0.4711.box": Unix ns}, ...}
+    rank2.815.box  rank2.816.box      of node n02, whose rank 2 was started twice
+    observed-n02.json
+
+``read_evidence`` returns a :class:`~commlens.model.ranklog.RankLog` for each of ranks 0, 1 and 2,
+with its observation; of rank 2, that of the newer process, and a sentence says which box is left
+out.
+
 Standard library and msgspec only: ``diagnose`` reads dumps on a laptop, and the watcher beside a
 training job.
 """
@@ -53,6 +65,8 @@ class JobLogs:
 
 @dataclass
 class _Box:
+    """A black box that could be read."""
+
     path: Path
     status: BoxStatus
     log: RankLog
@@ -82,12 +96,16 @@ class _Box:
 
 @dataclass
 class _Observed:
+    """The observations of one node, from an ``observed-*.json``."""
+
     path: Path
     host: str
     job: str
     ranks: dict[int, tuple[int, Observation]]  # pid (0 if unknown) and observation
     saved: dict[str, int]  # file name of a box: Unix ns of the copy
-    restart: int | None = None  # of all its boxes, which may count otherwise; None: they do not
+    # the job's restart count for all its boxes; None: their own counts hold. torchelastic counts a
+    # restart only on the node whose workers failed, so the watcher that reports names it for all.
+    restart: int | None = None
     health: NodeHealth | None = None
 
 
@@ -117,7 +135,7 @@ def read_own_files(
     _name_as_dumped(boxes, observed)
     by_job = grouped((box.log.job, box) for box in boxes)
     chosen = _choose_job(boxes, observed) if job is None else job
-    joined = {chosen}
+    joined = {chosen}  # with the programs that share groups made by hand, as a trainer and servers
     if job is None and chosen in by_job:
         logs_of = {name: [box.log for box in of_job] for name, of_job in by_job.items()}
         joined = joined_runs(logs_of, chosen)
@@ -189,6 +207,7 @@ def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:
 
 
 def _read_box(source: Source) -> _Box:
+    """Read a box: a live one in place, and a packed copy, as dumps hold, from its content."""
     path, partial = source.plain_path, False
     if path is not None and not is_packed(source.beginning):
         with OpenBox(path, name=source.name) as box:
@@ -229,6 +248,7 @@ class _ObservedFile(msgspec.Struct):
 
 
 def _read_observed(source: Source, problems: list[str]) -> _Observed:
+    """Read an ``observed-*.json``: of a damaged one, what is valid."""
     whole = _read_json(source)
     found, is_valid = _valid_fields(whole, _ObservedFile)
     ranks, are_valid = _valid_ranks(found.ranks)
@@ -263,6 +283,7 @@ def _valid_ranks(entries: Mapping[str, Any]) -> tuple[dict[int, tuple[int, Obser
 
 
 def _read_json(source: Source) -> dict[str, Any]:
+    """Return the JSON object in a file of observations, of the version that is known here."""
     content = source.read(OBSERVED_MAX + 1)
     if len(content) > OBSERVED_MAX:
         raise FormatError(f"{source.name} is larger than {OBSERVED_MAX >> 20} MiB and is left out.")
@@ -304,7 +325,9 @@ def _types_of(kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
 
 
 def _choose_job(boxes: list[_Box], observed: list[_Observed]) -> str:
-    """Return the job with the most boxes in its folder; of several, the one that was alive last."""
+    """Return the job with the most boxes in its folder. Of several, because there are several
+    folders or as many boxes of each, return the one that was alive last.
+    """
     folders: dict[Path, Counter[str]] = defaultdict(Counter)
     last: dict[str, int] = {}
     for box in boxes:
@@ -353,25 +376,22 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
     for box in boxes:
         last_sign[box.path.parent] = max(last_sign[box.path.parent], box.last_sign_ns)
     for box in boxes:
-        best: tuple[int, str] | None = None
+        newest: tuple[int, str] | None = None
         copied_ns = 0
         for one in observed:
             pid, observation = one.ranks.get(box.log.rank, (0, None))
-            weight = (observation.seen_ns, str(one.path)) if observation is not None else (0, "")
-            if (
-                observation is not None
-                and pid in (0, box.log.pid)
-                and (best is None or weight > best)
-            ):
-                best = weight
-                box.log.observation = observation
+            if observation is not None and pid in (0, box.log.pid):
+                seen = (observation.seen_ns, str(one.path))  # the path: of two, always the same one
+                if newest is None or seen > newest:
+                    newest, box.log.observation = seen, observation
             if one.path.parent == box.path.parent:
                 copied_ns = max(copied_ns, one.saved.get(box.path.name, 0))
         if copied_ns:
             box.log.captured_ns = copied_ns
-        elif not (
-            _runs_here(box.status) and box.path.resolve().parent.parent.name.startswith("commlens-")
-        ):
+            continue
+        # A live box, in the folder of a job in memory, is of now.
+        is_in_memory = box.path.resolve().parent.parent.name.startswith("commlens-")
+        if not (is_in_memory and _runs_here(box.status)):
             box.log.captured_ns = max(last_sign[box.path.parent], box.log.observation.seen_ns)
 
 
@@ -421,6 +441,7 @@ def _logs_without_box(
 
 
 def _runs_here(status: BoxStatus) -> bool:
+    """Return whether the process of a box runs on this machine now."""
     here, start = job_dirs.this_machine(), job_dirs.start_ticks(status.pid)
     return (
         here != ("", "")

@@ -1,6 +1,20 @@
 """Save dumps: copies of black boxes out of memory, with the observations of their processes. See
 docs/dumps.md.
 
+A dump of a job of two nodes, on a shared file system::
+
+    commlens-dumps/train-20261201-020532-4711/
+        commlens-dump.json    the marker: {"job": "4711", "began_ns": {"n01": ..., "n02": ...}, ...}
+        rank0.801.box ...     of node n01, by save_dump()
+        observed-n01.json     what its watcher saw of the processes
+        rank2.902.box ...     of node n02: by its own save_dump(), or by n01's add_node()
+        observed-n02.json
+        verdict.json          by save_reports()
+        index.html
+
+Several nodes may save into one folder at any time, and a later run may have the same job id: the
+marker shows which run a folder is of.
+
 Standard library and msgspec only: the watcher saves dumps beside a training job. Only files made by
 commlens are ever deleted.
 """
@@ -49,9 +63,13 @@ EARLIER_WITHIN_NS: Final = 7 * 86_400 * 1_000_000_000
 """How many earlier verdicts are compared, and how old they may be."""
 BOX_BYTES_MAX: Final = SIZE_MAX  # largest box that is saved, in bytes
 PRIVATE: Final = 0o600  # permissions that let nobody but the owner read a file
-_STAMP: Final = re.compile(r"-\d{8}-\d{6}\b")
+_STAMP: Final = re.compile(r"-\d{8}-\d{6}\b")  # the time of a start, as in dump_name()
+# beginnings of a job's name that say nothing: ours, torchrun's default id, a random id
 _NO_NAME: Final = re.compile(r"(job|none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})-(?=.)")
 _SAME_START_NS: Final = 600_000_000_000  # the nodes of a job start within this time
+
+
+# the parts of an observed-*.json that are read back to save again
 
 
 class _SavedRank(msgspec.Struct):
@@ -72,7 +90,8 @@ class _Before(NamedTuple):
 
     pids: Mapping[int, int] = MappingProxyType({})  # by rank
     saved: Mapping[str, int] = MappingProxyType({})  # file name: Unix ns
-    run: tuple[str, int] | None = None  # job and restart that the node which reports has given them
+    # job and restart by which the node that reports has added them; None: they saved themselves
+    run: tuple[str, int] | None = None
 
 
 def dump_name(folders: Sequence[Path]) -> str:
@@ -100,6 +119,9 @@ def _is_stamped(folders: Sequence[Path]) -> bool:
 
 
 def _name_of(folders: Sequence[Path], statuses: Sequence[BoxStatus]) -> str:
+    """Return the name of a job with these boxes: ``"train-20261201-020532-4711"``; or
+    ``"train-1-20261201-020532"`` if the job id begins with the script's name.
+    """
     job = job_dirs.safe_name(folders[0].name)
     if not statuses or _is_stamped(folders):
         return job
@@ -128,7 +150,8 @@ def _choose_target(
     """Return the folder for a job's dump and the content of its marker.
 
     It is the one of an earlier dump of the same run, perhaps of another node; never one of another
-    run, which may have the same id.
+    run, which may have the same id. Two dumps are of one run if they have the same job id and the
+    run began within ten minutes; on the same host, at exactly the same time.
     """
     statuses = _statuses(folders)
     name = _name_of(folders, statuses)
@@ -140,7 +163,7 @@ def _choose_target(
         "program": _program(statuses),
         "started_ns": _began_ns(statuses),
     }
-    if not began_ns:
+    if not began_ns:  # no box can be read, or the name itself holds the start
         return dump_root / name, marker
     taken: set[str] = set()
     near: list[tuple[int, Path, dict[str, Any]]] = []
@@ -151,9 +174,10 @@ def _choose_target(
                 continue
             taken.add(path.name)
             apart_ns = _apart_ns(starts, host, began_ns)
-            if apart_ns < _SAME_START_NS and (
-                known.get("job") == marker["job"] or _has_added(folder, host, folders)
-            ):
+            is_near = apart_ns < _SAME_START_NS
+            # Nodes whose launchers name no job have other ids, until the node that reports adds
+            # their ranks to its dump.
+            if is_near and (known.get("job") == marker["job"] or _has_added(folder, host, folders)):
                 near.append((apart_ns, path, known))
     if near:
         _, path, known = min(near, key=lambda each: each[0])
@@ -164,7 +188,13 @@ def _choose_target(
 
 
 def _apart_ns(starts: Mapping[str, Any], host: str, began_ns: int) -> int:
-    """Return how far apart a run and a dump began, as far as that tells whether they are one."""
+    """Return how far apart a run and the run of a dump began; ``_SAME_START_NS`` if they are two.
+
+    Args:
+        starts: by host, when the run of the dump began there.
+        host: this one.
+        began_ns: when the run began here.
+    """
     if host in starts:  # this host wrote it, so it is exact
         return 0 if starts[host] == began_ns else _SAME_START_NS
     known = (abs(start - began_ns) for start in starts.values() if isinstance(start, int))
@@ -342,9 +372,9 @@ def add_node(
             times = dict(before.saved)
             for each in ranks:
                 whole, partial = job_dirs.box_name(each.rank, each.pid), is_partial(each.box)
-                if each.box and not (
-                    exists(opened, whole) and (partial or times.get(whole, 0) >= each.captured_ns)
-                ):
+                is_older = partial or times.get(whole, 0) >= each.captured_ns
+                has_better = exists(opened, whole) and is_older
+                if each.box and not has_better:
                     name = _partial_name(whole) if partial else whole
                     write(opened, name, each.box, mode)
                     times[name] = each.captured_ns
@@ -495,6 +525,7 @@ def _saved_before(folder: int, name: str) -> _Before:
 
 
 def _observed_name(host: str) -> str:
+    """Return the name of the file with a host's observations."""
     return f"observed-{job_dirs.safe_name(host)}.json"
 
 
@@ -509,6 +540,19 @@ def _observed(
     health: NodeHealth | None,
     **more: int,
 ) -> bytes:
+    """Return the content of the file with a host's observations.
+
+    Args:
+        folder: of the dump: files that are no longer there are left out.
+        host: whose processes they are.
+        job: the job's name in the dump.
+        saved: by file name of a box, when it was copied, in Unix ns.
+        observations: by rank.
+        pids: of the ranks.
+        notes: sentences about boxes that could not be saved.
+        health: the host's hardware.
+        more: ``restart``, if it holds for all the boxes.
+    """
     ranks = {
         str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)}
         for rank, observation in sorted(observations.items())
