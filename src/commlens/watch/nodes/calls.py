@@ -1,8 +1,13 @@
 """How nodes of a large job, which rest for long between two exchanges, reach each other sooner.
 
 The node that reports *wakes* a node by setting the key that the node waits for in the store. A node
-*calls* the node that reports by writing its slot into a ring of 64 keys, ``call/0`` to ``call/63``,
-with a counter: that node reads the ring in each exchange, and then the beats of those that called.
+*calls* the node that reports by writing its slot into a ring of 64 keys, with a counter: that node
+reads the ring in each exchange, and then the beats of those that called. For example, a rank of
+node 7 has died, and node 0 reports::
+
+    commlens/calls     3     before; node 7 adds 1
+    commlens/call/4    7     node 7 writes its slot; node 0 reads calls 4 to 4, then node 7's beat
+    commlens/wake/12         node 0, which now asks node 12 for evidence, wakes it
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Final
 
-from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.beat import Beat, key
 from commlens.watch.nodes.meeting_places import Client, stored
 
 _KEPT: Final = 64  # keys in the ring of calls
@@ -62,22 +67,46 @@ def wake(client: Client, slots: Iterable[int]) -> None:
 
 
 def call(client: Client, slot: int) -> None:
-    """Let the node that reports read the value of the node with this slot."""
+    """Let the node that reports read the beat of the node with this slot."""
     number = client.add(key("calls"), 1)
     client.set(key("call", number % _KEPT), str(slot).encode())
     client.get([])  # send it
 
 
 class Calls:
-    """The calls that the node that reports gets."""
+    """The calls that this node gets and makes. All calls of it come from one thread."""
 
     def __init__(self) -> None:
+        self.slots: set[int] = set()  # of the nodes whose calls were taken last
         self._number = 0  # of the newest call that was taken
+        self._called_about = (0, 0)  # this node's dead ranks and wait when it called
+        self._woke_for = (0, 0)  # the request and the news for which this node woke the others
 
-    def take(self, client: Client) -> set[int]:
-        """Return the slots of the nodes that have called since; of many calls, the newest."""
+    def take(self, client: Client) -> None:
+        """As the node that reports, note the nodes that have called since; of many, the newest."""
         number = client.add(key("calls"), 0)
         new = range(max(self._number, number - _KEPT) + 1, number + 1)
         self._number = number
         calls = stored(client, "call", [each % _KEPT for each in new])
-        return {int(slot) for slot in calls.values() if slot.isdigit()}
+        self.slots = {int(slot) for slot in calls.values() if slot.isdigit()}
+
+    def wake_others(self, client: Client, mine: Beat, others: Iterable[Beat]) -> None:
+        """As the node that reports, wake the nodes that it asks, once for each request, or all if
+        it has news.
+        """
+        asked, news = mine.asked, mine.news[-1].number if mine.news else 0
+        asks = asked.number if asked is not None else 0
+        if (asks, news) != self._woke_for:
+            only = asked.nodes if asked is not None and news == self._woke_for[1] else []
+            self._woke_for = (asks, news)
+            wake(client, only or [beat.slot for beat in others])
+
+    def call_reporter(self, client: Client, mine: Beat, reporter: Beat) -> None:
+        """Let the node that reports read this node's beat soon if it shows a death, or a wait while
+        that node knows of none.
+        """
+        wait = mine.wait_id if not reporter.wait_id else self._called_about[1]
+        if (len(mine.dead), wait) != self._called_about:
+            self._called_about = (len(mine.dead), wait)
+            if mine.dead or wait:
+                call(client, mine.slot)

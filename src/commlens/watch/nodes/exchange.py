@@ -20,7 +20,6 @@ what the thread read last, and changes this node's beat, which the thread stores
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 import random
@@ -33,7 +32,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch.mismatches.channel_progress import differ
 from commlens.watch.nodes.beat import (
     LAST,
     QUESTION,
@@ -44,11 +42,16 @@ from commlens.watch.nodes.beat import (
     decoded,
     key,
     pack_digests,
-    unpack_digests,
 )
 from commlens.watch.nodes.bundles import BUNDLES_ABOVE, STALE_S, Bundles, bundled_by, store_bundle
-from commlens.watch.nodes.calls import Calls, Poke, call, wake, wake_key
-from commlens.watch.nodes.known_nodes import KnownNodes, Lost, NodesView
+from commlens.watch.nodes.calls import Calls, Poke, wake_key
+from commlens.watch.nodes.known_nodes import (
+    Disagreements,
+    KnownNodes,
+    Lost,
+    NodesView,
+    OldestWaits,
+)
 from commlens.watch.nodes.meeting_places import Client, Place, places, stored
 from commlens.watch.nodes.periods import (
     BUSY_PERIOD_S,
@@ -71,16 +74,12 @@ from commlens.watch.stall import OpenWait, waits
 log = logging.getLogger("commlens")
 
 MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store does not answer
-# between comparisons of all nodes' records; doubled each time, because legal differences stay
-EXAMINE_REST_S: Final = 1.0
-_EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0  # to wait for evidence; more with many nodes
 _RETRY_MAX_S: Final = 2.0  # between two connections to a store that fails
 _ASKED_S: Final = 10.0  # after a request, nodes that bundle values do so often
 _BUSY_WAIT_S: Final = 2 * PERIOD_S  # a node with a rank that waits for longer rests less
 LINGER_S: Final = 3 * BUSY_PERIOD_S  # before a process ends that has just published news
 _NEWS_KEPT: Final = 4  # lines in a beat
-_WAITS: Final = 8  # of other nodes that are compared with those here
 
 Answer = TypeVar("Answer")
 
@@ -133,8 +132,8 @@ class Nodes:
         # Moments are time.monotonic(); 0.0: not yet.
         self._mine = Beat(-1, self._host, [], dump_dir=folder)
         self._known = KnownNodes()
-        self._oldest_waits = _OldestWaits()
-        self._disagreements = _Disagreements()
+        self._oldest_waits = OldestWaits()
+        self._disagreements = Disagreements()
         self._status_answers = StatusAnswers(self._look, self._look_at_states, self._poke.set)
         self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # the moment of the last line of news
@@ -154,9 +153,6 @@ class Nodes:
         self._read_all_at = 0.0  # the moment at which all values were read last
         self._read_count = 0  # how many nodes there were then
         self._calls = Calls()
-        self._called: set[int] = set()  # the slots of the nodes that called in this exchange
-        self._called_about = (0, 0)  # this node's dead ranks and wait when it called the reporter
-        self._woke_for = (0, 0)  # the request and the news for which this node has woken others
         self._poke_at = 0.0  # the moment at which to exchange values although none is due
 
         # evidence that this node is asked for
@@ -219,9 +215,9 @@ class Nodes:
             (wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0
         )
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
-        if rests_long(self._count):
+        if rests_long(self._count):  # so a beat may be many seconds old when it is read
             if age_s < _BUSY_WAIT_S:
-                oldest_ns, age_s = 0, 0.0  # it would have ended long before the others read of it
+                oldest_ns, age_s = 0, 0.0  # it will most likely have ended by then
             self._poke_once_busy(oldest_ns)
         self.update(
             ranks=ranks,
@@ -499,12 +495,17 @@ class Nodes:
                 self._changed.wait(left)
 
     def _has_answered(self, beat: Beat) -> bool:
+        """Return whether a node that was asked has answered, or has left with its last evidence."""
         return beat.slot in self._gathered or beat.slot in self._known.last_evidence
 
     def gather_states(self, own: States) -> States | None:
-        """Ask the other nodes for the states of their ranks. Returns the states that came in time,
-        with this node's own; None if the nodes cannot form a tree: too many slots belong to nodes
-        that have gone.
+        """Ask the other nodes for the states of their ranks, which is less than their evidence: in
+        a large job it shows first where to look. The nodes form a tree, in which each adds up the
+        states of those below, so that no node reads those of all.
+
+        Returns:
+            The states that came in time, with this node's own. None if the nodes cannot form a
+            tree, because too many slots belong to nodes that have gone.
         """
         slots = {self._mine.slot, *(beat.slot for beat in self.others)}
         tree = Tree.of(slots, self._count)
@@ -590,6 +591,9 @@ class Nodes:
         return waited_s < MOVE_ON_S or len(self._places) == 1 or not self._joined
 
     def _note_error(self, error: OSError) -> None:
+        """Note that the store does not answer, if it ever did. Before that, and before a rank here
+        has passed ``init_process_group``, rank 0 may not have made it yet.
+        """
         with self._changed:
             if self._contact and self._joined:
                 self._lost_since = self._lost_since or time.monotonic()
@@ -614,7 +618,7 @@ class Nodes:
         with self._lock:
             self._given_up.append(self._places.pop(0))
             self._known.renumber()
-            self._gathered, self._disagreements = {}, _Disagreements()
+            self._gathered, self._disagreements = {}, Disagreements()
             self._asked = self._collecting = None
             self._bundles = Bundles()
             self._mine = msgspec.structs.replace(
@@ -692,7 +696,9 @@ class Nodes:
         self._collect(client)
         # the nodes that would be next hear from the reporter often, and soon take its place
         self._known.lost_s = LOST_S if self._would_report_next() else lost_after_s(self._count)
-        self._call_reporter(client, mine)
+        reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
+        if reporter is not None:
+            self._calls.call_reporter(client, mine, reporter)
 
     def _publish(self, client: Client, slot: int) -> Beat:
         """Store this node's beat, its evidence if the watcher has left some, and a bundle of its
@@ -712,7 +718,13 @@ class Nodes:
         own = msgspec.msgpack.encode(mine)
         client.set(key("node", slot), own)
         self._bundles.stale_s = STALE_S * rest_period_s(self._count)
-        self._follow_calls(client, mine)
+        # as the reporter of so many nodes that they rest for longer than a period
+        if rest_period_s(self._count) > PERIOD_S and self._would_report_next() is None:
+            self._calls.take(client)
+            if rests_long(self._count):
+                self._calls.wake_others(client, mine, self.others)
+        else:
+            self._calls.slots = set()
         now = time.monotonic()
         if now - self._bundled_at >= 0.9 * self._bundle_every_s():
             self._bundled_at = now
@@ -769,35 +781,6 @@ class Nodes:
         answers = stored(client, "answered", waits_for)
         return [other for other, value in answers.items() if value == request]
 
-    def _follow_calls(self, client: Client, mine: Beat) -> None:
-        """If this node reports for nodes that rest for long, wake those that it asks or has news
-        for, and note those that have called.
-        """
-        self._called = set()
-        if rest_period_s(self._count) <= PERIOD_S or self._would_report_next() is not None:
-            return
-        self._called = self._calls.take(client)
-        asked, news = mine.asked, mine.news[-1].number if mine.news else 0
-        asks = asked.number if asked is not None else 0
-        if (asks, news) != self._woke_for:
-            only = asked.nodes if asked is not None and news == self._woke_for[1] else []
-            self._woke_for = (asks, news)
-            if rests_long(self._count):
-                wake(client, only or [beat.slot for beat in self.others])
-
-    def _call_reporter(self, client: Client, mine: Beat) -> None:
-        """Let the reporter read this node's beat soon if it shows a death, or a wait while the
-        reporter knows of none.
-        """
-        reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
-        if reporter is None:
-            return
-        wait = mine.wait_id if not reporter.wait_id else self._called_about[1]
-        if (len(mine.dead), wait) != self._called_about:
-            self._called_about = (len(mine.dead), wait)
-            if mine.dead or wait:
-                call(client, mine.slot)
-
     def _values(self, client: Client, count: int) -> list[bytes]:
         """Read the beats of other nodes, packed: if they are due, those of all nodes that matter to
         this one, else those of the nodes that have called.
@@ -808,75 +791,18 @@ class Nodes:
             asks_all = self._gathering and (asked is None or not asked.nodes)
             was_read = count == self._read_count and not asks_all
             is_due = not was_read or now - self._read_all_at >= 0.9 * rest_period_s(count)
-            # As of the last values: if the store took long, that is no sign that the others fell
-            # silent.
+            # As of the store's last answer, not of now: if it took long to answer, the others have
+            # not fallen silent.
             known, new = (
                 self._known.to_read(self._mine, count, self._contact) if is_due else ([], [])
             )
         if not is_due:
-            called = sorted(self._called - {self._mine.slot})
-            return self._bundles.read(client, called, now, self._called)
+            called = sorted(self._calls.slots - {self._mine.slot})
+            return self._bundles.read(client, called, now, self._calls.slots)
         if len(known) + len(new) > BUNDLES_ABOVE:
             self._read_all_at, self._read_count = now, count
-            return self._bundles.read(client, [*known, *new], now, self._called)
+            return self._bundles.read(client, [*known, *new], now, self._calls.slots)
         self._read_count = 0
         # A node may have drawn its slot and not yet stored its beat.
         there = client.existing_keys([key("node", other) for other in new])
         return client.get([*(key("node", other) for other in known), *there])
-
-
-class _OldestWaits:
-    """The waits in other nodes' beats, with their beginnings on this machine's clock."""
-
-    def __init__(self) -> None:
-        self._since_ns: dict[tuple[int, int], int] = {}  # by slot and wait_id, CLOCK_MONOTONIC
-        self._oldest: list[OpenWait] = []
-        self._made_of: NodesView | None = None
-
-    def of(self, beats: Sequence[Beat], view: NodesView | None, now_ns: int) -> list[OpenWait]:
-        """Return the oldest of these beats' waits. They are found anew only when the view of all
-        beats has changed.
-        """
-        if view is None or view is not self._made_of:
-            self._made_of = view
-            # An age in a beat is old by up to a period: keep the first estimate of a wait's
-            # beginning, so that the wait does not seem to begin anew.
-            self._since_ns = {
-                (beat.slot, beat.wait_id): self._since_ns.get(
-                    (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
-                )
-                for beat in beats
-                if beat.wait_id
-            }
-            oldest = heapq.nsmallest(
-                _WAITS, ((ns, slot) for (slot, _), ns in self._since_ns.items())
-            )
-            self._oldest = [OpenWait(ns, -1 - slot, "collective") for ns, slot in oldest]
-        return self._oldest
-
-
-class _Disagreements:
-    """Notices that ranks of different nodes issue different collectives."""
-
-    def __init__(self) -> None:
-        self._examined: dict[int, int] = {}  # by slot: the disagreements inside a node
-        self._rest_until, self._rest_s = 0.0, EXAMINE_REST_S  # of the comparison of digests
-
-    def take(self, view: NodesView, own_digests: msgspec.Raw, now: float) -> bool:
-        """Return whether a node has counted new disagreements between its own ranks, or the digests
-        of two nodes differ; the latter more and more seldom.
-        """
-        counted = {beat.slot: beat.disagreements for beat in view.disagreeing}
-        if any(count > self._examined.get(slot, 0) for slot, count in counted.items()):
-            self._examined |= counted
-            return True
-        if now < self._rest_until:
-            return False
-        first_seen: Digests = dict(unpack_digests(bytes(own_digests)))
-        for packed in view.digests:
-            for channel, blocks in unpack_digests(packed).items():
-                if differ(first_seen.setdefault(channel, blocks), blocks):
-                    self._rest_until = now + self._rest_s
-                    self._rest_s = min(2 * self._rest_s, _EXAMINE_REST_MAX_S)
-                    return True
-        return False

@@ -1,5 +1,6 @@
 """What a node knows of the other nodes of its job: their last beats, and the conclusions from
-these: which nodes live, which one reports, which beats to read next.
+these: which nodes live, which one reports, which beats to read next, how long the others' ranks
+wait, whether nodes issue different collectives.
 
 A node that stops changing its beat is *silent*, and after ``lost_s`` seconds taken as *lost*. A
 node that leaves says so in its last beat, and may leave its last evidence, in case its process
@@ -16,13 +17,19 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from commlens.watch.nodes.beat import Beat, News
+from commlens.watch.mismatches.channel_progress import differ
+from commlens.watch.nodes.beat import Beat, Digests, News, unpack_digests
 from commlens.watch.nodes.periods import LOST_S, PERIOD_S
+from commlens.watch.stall import OpenWait
 
 # with more, a node that does not report reads only the values of the reporter and its successor
 READ_ALL_NODES: Final = 32
 _LEADERS_LOST: Final = 4  # times as long, the reporter and those that would be next are all silent
 _SUCCESSORS: Final = 8
+_WAITS: Final = 8  # of other nodes that are compared with those here
+# between comparisons of all nodes' records; doubled each time, because legal differences stay
+EXAMINE_REST_S: Final = 1.0
+_EXAMINE_REST_MAX_S: Final = 64.0
 
 
 class Known(NamedTuple):
@@ -257,3 +264,60 @@ class KnownNodes:
             {beat.slot, *following, *([reporter.slot] if reporter is not None else [])}
             - {mine.slot}
         )
+
+
+class OldestWaits:
+    """The waits in other nodes' beats, with their beginnings on this machine's clock."""
+
+    def __init__(self) -> None:
+        self._since_ns: dict[tuple[int, int], int] = {}  # by slot and wait_id, CLOCK_MONOTONIC
+        self._oldest: list[OpenWait] = []
+        self._made_of: NodesView | None = None
+
+    def of(self, beats: Sequence[Beat], view: NodesView | None, now_ns: int) -> list[OpenWait]:
+        """Return the oldest of these beats' waits. They are found anew only when the view of all
+        beats has changed.
+        """
+        if view is None or view is not self._made_of:
+            self._made_of = view
+            # An age in a beat is old by up to a period: keep the first estimate of a wait's
+            # beginning, so that the wait does not seem to begin anew.
+            self._since_ns = {
+                (beat.slot, beat.wait_id): self._since_ns.get(
+                    (beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9)
+                )
+                for beat in beats
+                if beat.wait_id
+            }
+            oldest = heapq.nsmallest(
+                _WAITS, ((ns, slot) for (slot, _), ns in self._since_ns.items())
+            )
+            self._oldest = [OpenWait(ns, -1 - slot, "collective") for ns, slot in oldest]
+        return self._oldest
+
+
+class Disagreements:
+    """Notices that ranks of different nodes issue different collectives."""
+
+    def __init__(self) -> None:
+        self._examined: dict[int, int] = {}  # by slot: the disagreements inside a node
+        self._rest_until, self._rest_s = 0.0, EXAMINE_REST_S  # of the comparison of digests
+
+    def take(self, view: NodesView, own_digests: msgspec.Raw, now: float) -> bool:
+        """Return whether a node has counted new disagreements between its own ranks, or the digests
+        of two nodes differ; the latter more and more seldom.
+        """
+        counted = {beat.slot: beat.disagreements for beat in view.disagreeing}
+        if any(count > self._examined.get(slot, 0) for slot, count in counted.items()):
+            self._examined |= counted
+            return True
+        if now < self._rest_until:
+            return False
+        first_seen: Digests = dict(unpack_digests(bytes(own_digests)))
+        for packed in view.digests:
+            for channel, blocks in unpack_digests(packed).items():
+                if differ(first_seen.setdefault(channel, blocks), blocks):
+                    self._rest_until = now + self._rest_s
+                    self._rest_s = min(2 * self._rest_s, _EXAMINE_REST_MAX_S)
+                    return True
+        return False
