@@ -5,8 +5,8 @@ A *world* is the ranks of one default group. A group made by hand (``ProcessGrou
 may have members of several worlds. The node that reports for a world meets those of the other
 worlds in the group's own store, or in a folder, by the protocol that the nodes of one job use
 (:mod:`commlens.watch.nodes.exchange`): one world reports, with the evidence of all. A world that
-uses several stores takes part in several exchanges. If all members of its groups are in sight, in
-the world itself or in others on its nodes, it meets nobody.
+uses several stores takes part in several exchanges. If all members of its groups are in sight, that
+is in the world itself or in others on its nodes, whose boxes it reads, it meets nobody.
 
 In the terms of that protocol, each world is a node: it draws a number, its *slot*, and overwrites
 one small value about once a second, its *beat*. The lines that it passes on are its *news*. The
@@ -155,6 +155,7 @@ class _Exchange(Nodes):
         return found, silent
 
     def _period_s(self) -> float:
+        """Rest longer than the nodes of one job do, but not while evidence is gathered."""
         return super()._period_s() * (1.0 if self._gathering else _SLOWER)
 
 
@@ -187,7 +188,7 @@ class MeetingWorlds:
         """
         self._host, self._wake, self._where = host, wake, where
         self._folders, self._look = folders, look
-        self._worlds_here = OtherWorlds(observes=False, newest=1)
+        self._worlds_here = OtherWorlds(observes=False, newest=1)  # on this node
         self._groups_here: list[ByHand] = []  # that ranks of this node are in
         self._next_groups_at = 0.0  # time.monotonic() of the next look for these
         self._exchanges: dict[Place, _Exchange] = {}
@@ -372,6 +373,7 @@ class MeetingWorlds:
             for rank in beat.ranks
         )
         for exchange in self._exchanges.values():
+            # a world that is met in each of its exchanges knows no more than this one
             to = [
                 beat.slot
                 for beat in exchange.others
@@ -418,6 +420,7 @@ def has_name(beat: Beat, names: Collection[int]) -> bool:
 
 
 def _names(beat: Beat) -> set[int]:
+    """Return the names in the ranks of a world's beat: it has one rank."""
     return {rank % (1 << _NAME_BITS) for rank in beat.ranks}
 
 
@@ -483,6 +486,7 @@ def places_to_meet(groups: Iterable[ByHand], where: str, host: str) -> list[Plac
         host: this machine's name.
     """
     members = grouped(((each.store, each.size, each.ordinal), each.members) for each in groups)
+    # of the groups of which fewer members are in sight than there are
     stores = dict.fromkeys(
         store
         for (store, size, _), known in members.items()

@@ -8,6 +8,14 @@ differ, a death that is due, and a stall. Between ticks, new records are compare
 diagnosis are only needed while a collective has been in flight for suspiciously long, a rank has
 ended, or ranks disagree.
 
+For example, rank 3 of 8 waits in the debugger, and the others in an all_reduce::
+
+    31 s    _look_for_stall: the oldest wait is older than the stall timeout, so a Stall begins
+            _check: diagnose; the verdict is new, so print it, save a dump, send an alert
+    47 s    the wait ends: _tell_end_of_wait prints that, and how long it has lasted
+    or      rank 3 is killed: _add_ended, then, once it is due, _report_death: the death explains
+            what follows, so nothing more is reported
+
 If torchelastic restarts the workers, a new *generation* begins: what is left to report of the
 former workers is reported, and all that was learned of them is dropped.
 """
@@ -78,14 +86,14 @@ from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
 
-POLL_S: Final = 0.16
-# with a long stall timeout, once all ranks are known; the end of a process is noticed at once
-# anyway
+POLL_S: Final = 0.16  # between two ticks
+# The same with a long stall timeout, once all ranks are known and so many seconds have passed. The
+# end of a process is noticed at once anyway.
 CALM_POLL_S: Final = 0.5
 CALM_AFTER_S: Final = 10.0
-PAUSED_S: Final = 3.0
+PAUSED_S: Final = 3.0  # no wait for the next tick takes that long, unless this process was stopped
 ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
-NEVER_SEEN_S: Final = 60.0
+NEVER_SEEN_S: Final = 60.0  # without any rank, a watcher that no launcher started ends
 DUMPS_PER_STALL: Final = 3
 # how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
 REPORTERS_DUMP_S: Final = 2.0
@@ -165,6 +173,7 @@ class Watcher:
         self._started = time.monotonic()
 
     def _begin_generation(self) -> None:
+        """Know nothing yet of the present workers."""
         self._generation = self._roster.generation
         self._stalls = StallDetector(self.settings)
         self._limit = StallLimit(self.settings)
@@ -229,7 +238,7 @@ class Watcher:
                     self._roster.wait(max(0.0, min(due - began, self._mismatches.pause_s(began))))
                 )
                 now = time.monotonic()
-                # no wait takes that long: this process was stopped, and so were the ranks
+                # this process was stopped, and so were the ranks: their waits do not count
                 if now - began > PAUSED_S:
                     self._stalls.add_pause(time.monotonic_ns())
                     self._observer.forget_samples()
@@ -255,6 +264,7 @@ class Watcher:
             self._roster.close()
 
     def _finished(self) -> bool:
+        """Return whether there is nothing more to watch."""
         if self._launched:
             return self._stop.is_set()
         members = [member for member in self._roster.current() if member.here]
@@ -266,6 +276,7 @@ class Watcher:
         )
 
     def _pause_s(self) -> float:
+        """Return how long to wait until the next tick."""
         if self._stalls.stall is not None:
             return self._stalls.sample_every_s(time.monotonic_ns())
         calm = (
@@ -287,6 +298,7 @@ class Watcher:
             self._say_stop(senders)
 
     def _say_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
+        """Print which signals stop the job, and who sent them, if that is known."""
         from commlens.diagnosis.causes.dead import find_stop
         from commlens.diagnosis.words.dead import stopped_line
 
@@ -299,6 +311,9 @@ class Watcher:
                 self.reporter.say(stopped_line(stop))
 
     def _tick(self) -> None:
+        """Look at the headers of all boxes, and at the other nodes, for what the module's docstring
+        lists.
+        """
         new = add_new_members(self._roster, self._observer)
         self._health.add(new)
         if new and self._roster.generation > self._generation:
@@ -380,15 +395,14 @@ class Watcher:
         nodes = self._nodes
         if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
             return
-        if (
-            line := self._lost_store.take_line(nodes, self._roster.current())
-        ) and not self._is_explained:
+        line = self._lost_store.take_line(nodes, self._roster.current())
+        if line and not self._is_explained:
             self.reporter.say(line)
         if (request := nodes.take_request()) is not None:
             evidence = self.reporter.evidence
-            is_of_states = request.tree is not None
             nodes.answer(
-                request, evidence.states() if is_of_states else evidence.packed(request.records)
+                request,
+                evidence.packed(request.records) if request.tree is None else evidence.states(),
             )
         self._take_news()
         if self._own_dump_due is not None and (nodes.dump or time.monotonic() > self._own_dump_due):
@@ -473,7 +487,8 @@ class Watcher:
             )
         members, now = self._roster.current(), time.monotonic()
         ended = [member for member in new if member in members and not self._is_explained]
-        # A program that never called init_process_group may only have prepared its rank's real one.
+        # A rank that has finished holds up those that wait for it. Not one that has ended before
+        # init_process_group: it may only have prepared the program that is the rank.
         if any(
             member.ended_well is not False and (member.status is None or member.status.initialised)
             for member in ended
@@ -506,6 +521,9 @@ class Watcher:
         return process.are_running_under_torchrun(pids)
 
     def _report_death(self) -> None:
+        """Report why ranks have died, unless the job was stopped, or another node or world reports
+        it.
+        """
         members = self._roster.current()
         dead = dead_ranks(members)
         if self._is_explained or not (dead or self._nodes.dead_elsewhere):
@@ -583,6 +601,7 @@ class Watcher:
     # --- stalls
 
     def _look_for_stall(self) -> None:
+        """Follow the oldest wait of all nodes and worlds, and check it when that is due."""
         now_ns = time.monotonic_ns()
         members = self._roster.current()
         self._limit.follow(members, now_ns, resumed_ns=self._stalls.resumed_ns)
@@ -590,7 +609,7 @@ class Watcher:
         waiting += self._worlds.waits(now_ns)
         before = self._stalls.stall
         self._tell_end_of_wait(members, waiting, now_ns)
-        # each look asks all nodes for the states of their ranks
+        # each check before the stall timeout asks all nodes for the states of their ranks
         looks_early = len(self._nodes.others) <= LOOK_EARLY_NODES
         check = self._stalls.update(members, waiting, now_ns, looks_early=looks_early)
         stall = self._stalls.stall
@@ -604,6 +623,7 @@ class Watcher:
             return
         sample(members, self._observer)
         seen = [member for member in members if member.alive and member.here]
+        # a single rank that is stopped is a finding; all of them are a user at work
         if len(seen) > 1 and all(self._observer.is_stopped(member.pid) for member in seen):
             if self._stalls.add_pause(now_ns):
                 self.reporter.say(
@@ -615,7 +635,9 @@ class Watcher:
             self._check(stall, check)
 
     def _is_mine(self, check: Check) -> bool:
-        """Return whether no other node or world makes a check."""
+        """Return whether no other node or world makes a check. One before the process group's own
+        timeout (``timeout_s``) is not left to another world: this one may end right afterwards.
+        """
         return self._nodes.reporter is None and (
             check.timeout_s > 0 or not self._worlds.defer(is_early=check.is_early)
         )
@@ -646,8 +668,9 @@ class Watcher:
             stall.next_check = check.now + 1.0  # observe them first
             return
         others = len(self._nodes.others)
-        few = check.is_early and others > TREE_ABOVE
+        few = check.is_early and others > TREE_ABOVE  # then with the evidence of a few nodes only
         verdict = reporter.diagnose_few() if few else reporter.diagnose(stands_still=True)
+        # meanwhile, the job may have been stopped or a rank have died, which explains the wait
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._is_explained:
             return
@@ -695,6 +718,7 @@ class Watcher:
             )
 
     def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
+        """Report slow ranks, and let the stall timeout learn from the records that were read."""
         sampled = self._slowness.logs
         news_of_ranks = self._slowness.poll(members, self._nodes, time.monotonic())
         if self._slowness.logs is not sampled:
@@ -729,11 +753,8 @@ class Watcher:
             default=0,
         )
         was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
-        if (
-            not oldest_ns
-            or was_reported
-            or (time.monotonic_ns() - oldest_ns) / 1e9 < STOPPED_REPORT_S
-        ):
+        waited_s = (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
+        if was_reported or waited_s < STOPPED_REPORT_S:
             return
         self.reporter.evidence.freeze()
         verdict = self.reporter.diagnose()
@@ -792,10 +813,11 @@ class Watcher:
         nobody may have seen how a rank ended.
         """
         verdict = self.reporter.diagnose()
-        unseen = any(member.ended_well is None for member in members)
-        if (verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict)) or (
-            verdict.kind == "dead" and unseen
-        ):
+        is_mismatch = verdict.kind.startswith("mismatch")
+        is_unseen_death = verdict.kind == "dead" and any(
+            member.ended_well is None for member in members
+        )
+        if is_unseen_death or (is_mismatch and not self._mismatches.has_reported(verdict)):
             self.reporter.report(verdict)
             self.reporter.save_dump()
 

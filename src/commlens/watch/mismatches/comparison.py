@@ -1,4 +1,4 @@
-"""Compares what the ranks of this node issue under the same sequence number of a channel.
+"""Compare what the ranks of this node issue under the same sequence number of a channel.
 
 Each rank's call is compared with that of the first rank that reached the number. Equal signatures
 cost one look-up; :mod:`commlens.matching` decides about signatures that differ, once for each pair
@@ -7,9 +7,14 @@ of them. Two signs of a fault come out as a :class:`Discrepancy`:
 * Signatures disagree: rank 0 calls ``all_reduce`` as #57 and rank 1 ``broadcast``, or with another
   shape.
 * Signatures agree, but two source lines meet under one number that have never met before, long
-  after the first calls: a rank may have left out a call, and be one call ahead ever since.
+  after the first calls: a rank may have left out a call, and be one call ahead ever since::
 
-Memory stays bounded.
+      #      rank 0                 rank 1
+      56     all_reduce, line 10    all_reduce, line 10
+      57     all_reduce, line 20    all_reduce, line 10     rank 1 left out line 20
+
+:mod:`~commlens.watch.mismatches.record_reader` reads the records and calls ``add``. A discrepancy
+is only a sign: a diagnosis of all records then decides. Memory stays bounded.
 """
 
 from __future__ import annotations
@@ -86,7 +91,8 @@ class SignatureComparison:
         stack_ids = itertools.count(1)
         self.stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
         """The id of each stack, by its bytes."""
-        # channels on which ranks receive from any source: which send they receive is unknown
+        # An *era* counts how often a group was destroyed and made again under its former name.
+        # channels, by era, on which ranks receive from any source: which send that is, is unknown
         self.any_source: set[tuple[ChannelKey, int]] = set()
         self._channels: dict[tuple[ChannelKey, int], ChannelProgress] = {}
         self._messages: dict[tuple[ChannelKey, int, int, int], Messages] = {}
@@ -97,7 +103,9 @@ class SignatureComparison:
     # --- what a record reader asks for
 
     def channel(self, channel: Channel, era: int) -> ChannelProgress:
-        """Return the progress on a channel, which all ranks share."""
+        """Return the progress on a channel, which all ranks share. If it has ranks on other nodes,
+        these compare its digest.
+        """
         local_ranks = tuple(rank for rank in channel.group.ranks if rank in self.local_ranks)
         progress = self._channels.get((channel.key, era))
         if progress is None:
@@ -166,8 +174,8 @@ class SignatureComparison:
     def add_to_all(
         self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId
     ) -> None:
-        """Add a rank's signature, and compare the signatures of all ranks once all have arrived:
-        each rank must receive what every other rank sends to it.
+        """Add a rank's signature of an ``all_to_all``, and compare the signatures of all ranks once
+        all have arrived: each rank must receive what every other rank sends to it.
         """
         by_rank = progress.arrived.setdefault(number, {})
         by_rank[rank] = signature
@@ -186,12 +194,13 @@ class SignatureComparison:
         """
         (first, first_stack, first_step), first_rank = progress.first_issue[number]
         signature, stack, step = issue
-        if signature != first and signature and first:
+        if signature != first and signature and first:  # 0: unreadable
             by_rank = not self.signatures.needs_all_ranks.isdisjoint((signature, first))
             issued = {first_rank: first, rank: signature}
             values = progress.local_ranks if progress.is_of_messages else (first, signature)
             if self._compare(progress, number, issued, values, by_rank=by_rank):
                 return
+        # with the step: of a line that each step passes, a rank may be a whole step ahead
         pair = (first_stack, stack, step - first_step)
         if stack and first_stack and pair not in progress.seen_pairs:
             self._add_pair(progress, number, pair)
@@ -232,6 +241,7 @@ class SignatureComparison:
         parts = {rank: self.signatures.parts(signature) for rank, signature in issued.items()}
         if not all(parts.values()):  # unreadable, or forgotten
             return False
+        # lists of outputs, as of an uneven all_gather, must fit what each single rank puts in
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
         channel = progress.channel
         key: tuple[object, ...] = (
