@@ -3,8 +3,10 @@ works, sleeps, is stopped, gets no core, holds the GIL, or how it ended.
 
 :meth:`Observer.sample` is called ten times a second while something is wrong, and reads a process's
 state and counters; :meth:`Observer.observe` sums the window's samples up to one
-:class:`~commlens.model.ranklog.Observation`. Stacks are read by py-spy only where the rank's own
-watchdog thread cannot record them.
+:class:`~commlens.model.ranklog.Observation`. For example, of a rank that computes in a C extension
+without releasing the GIL: ``window_s=10, proc_state="R", running_fraction=1, cpu_s=9.9,
+holds_gil=True``, and the stack that py-spy read. Stacks are read by py-spy only where the rank's
+own watchdog thread cannot record them.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ STACK_INTERVAL_S: Final = 1.0
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _COUNTS_EVERY_S: Final = 0.4
-# bytes per second of a connection, for example to a store or another rank that is asked whether it
-# is alive
+# bytes per second of a connection that carries no work, such as to a store that is asked again and
+# again whether a key is there
 _CHATTER: Final = 1024
 _LIBRARIES_EVERY_S: Final = 5.0
 _SWAPS: Final = 10.0  # memory pressure, percent
@@ -51,6 +53,8 @@ class Pulse:
 
 
 class _Sample(NamedTuple):
+    """A process at one moment."""
+
     at_ns: int  # CLOCK_MONOTONIC
     state: str
     cpu_s: float
@@ -58,7 +62,7 @@ class _Sample(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """Counters so far."""
+    """Counters of a process so far."""
 
     at_ns: int  # CLOCK_MONOTONIC
     # of the process and its children, as process.io_bytes returns them
@@ -188,6 +192,7 @@ class Observer:
         return _Counts(now, io_bytes, cpu_s, runs, net_bytes)
 
     def _serves_store(self, subject: _Subject) -> bool:
+        """Return whether one of a process's connections is of a store in which watchers meet."""
         seen = (self._tcp[inode] for inode in subject.sockets if inode in self._tcp)
         return bool(self.store_ports) and any(one.port in self.store_ports for one in seen)
 
@@ -300,7 +305,7 @@ class Observer:
         if len(subject.counts) > 1:
             self._add_counts(subject, seen)
         throttled = _throttled_fraction(subject)
-        # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
+        # cgroups v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
         seen.throttled_fraction = (
             round(min(1.0, max(0.0, throttled)), 3) if throttled is not None else None
         )
@@ -316,7 +321,8 @@ class Observer:
         """Add how much the counters of the process and its children rose."""
         before, after = subject.counts[0], subject.counts[-1]
         if before.io_bytes is not None and after.io_bytes is not None:
-            # then pages are read again and again, and that is no work
+            # If memory is short, pages are read from disk again and again: that is no work, so only
+            # the bytes of the process's own calls count.
             swaps = (subject.pressure or 0.0) >= _SWAPS
             kinds = zip(before.io_bytes, after.io_bytes, strict=True)
             seen.io_bytes = max(
@@ -341,27 +347,26 @@ class Observer:
         beats and gets to nothing else.
         """
         samples = subject.samples
-        return self._watchdog_is_silent(subject) or (
-            len(samples) > 1
-            and not samples[-1].pulse.closed
-            and not any(sample.pulse.main_stack_since_ns for sample in samples)
-            and samples[0].pulse.records == samples[-1].pulse.records
-            and samples[-1].at_ns - samples[0].at_ns > SILENT_S * 1e9
-        )
+        if self._watchdog_is_silent(subject) or len(samples) < 2 or samples[-1].pulse.closed:
+            return self._watchdog_is_silent(subject)
+        had_time = samples[-1].at_ns - samples[0].at_ns > SILENT_S * 1e9
+        stands_still = samples[0].pulse.records == samples[-1].pulse.records
+        has_stacks = any(sample.pulse.main_stack_since_ns for sample in samples)
+        return had_time and stands_still and not has_stacks
 
     def _start_py_spy(self, subject: _Subject) -> None:
+        """Let py-spy read the stacks in a thread, unless it does so now or did so just before."""
         self._collect(subject, 0.0)
-        if (
-            self._use_py_spy
-            and subject.pending is None
-            and not (subject.stacks and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S)
-        ):
+        age_s = time.monotonic() - subject.stacks_at
+        is_fresh = subject.stacks is not None and age_s <= _STACKS_FRESH_S
+        if self._use_py_spy and subject.pending is None and not is_fresh:
             subject.pending = pyspy.InBackground(
                 partial(pyspy.take, subject.pid, subject.classify),
                 lambda error: pyspy.Stacks([], f"py-spy failed: {error}"),
             )
 
     def _collect(self, subject: _Subject, wait_s: float) -> None:
+        """Take the answer of a py-spy that runs, once it is there or overdue."""
         if subject.pending is None:
             return
         result = subject.pending.wait(wait_s)
@@ -372,10 +377,12 @@ class Observer:
 
 
 def _silent_s(pulse: Pulse, now: int) -> float:
+    """Return for how long the watchdog thread has not beaten."""
     return (now - pulse.heartbeat_ns) / 1e9
 
 
 def _throttled_fraction(subject: _Subject) -> float | None:
+    """Return for which part of the window the CPU quota stopped a process; None: unknown."""
     if len(subject.throttled) < 2 or subject.throttled[0][1] < 0:
         return None
     (began_ns, before_s), (ended_ns, after_s) = subject.throttled[0], subject.throttled[-1]
@@ -395,12 +402,9 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     if _silent_s(last.pulse, now) <= SILENT_S:
         return False
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
-    if (
-        not since
-        or any(sample.state in "TtDZX" for sample in since)
-        or _is_starved(since)
-        or _a_thread_is_starved(subject, last.pulse.heartbeat_ns)
-    ):
+    if not since or any(sample.state in "TtDZX" for sample in since):
+        return False
+    if _is_starved(since) or _a_thread_is_starved(subject, last.pulse.heartbeat_ns):
         return False
     return (_throttled_fraction(subject) or 0.0) <= 0.5
 
@@ -426,7 +430,8 @@ def _a_thread_is_starved(subject: _Subject, since_ns: int) -> bool:
     if len(waits) < 2:
         return False
     (began_ns, before), (ended_ns, after) = waits[0], waits[-1]
-    # until a moment, and from then on in a wait that has not ended
+    # A wait shows in the counters only once it has ended. So at some moment the thread's waits so
+    # far may have ended, and another one begun that lasts until now.
     return _STARVED * (ended_ns - began_ns) < max(
         process.longest_cpu_wait_ns(before, then, at_ns - began_ns)
         + process.longest_cpu_wait_ns(then, after, ended_ns - at_ns)
@@ -449,24 +454,24 @@ def _stack_moved(subject: _Subject, now: int) -> bool | None:
     if len(since) > 1:
         return True
     # Unknown if the watchdog cannot run, or has only just begun to look.
-    if (
-        not since
-        or last.at_ns - max(since) < STACK_INTERVAL_S * 1e9
-        or _silent_s(last.pulse, now) > SILENT_S
-    ):
-        return None
-    return False
+    has_just_begun = not since or last.at_ns - max(since) < STACK_INTERVAL_S * 1e9
+    return None if has_just_begun or _silent_s(last.pulse, now) > SILENT_S else False
 
 
 def _fraction(flags: Iterable[bool]) -> float:
+    """Return the part of the flags that are set."""
     known = list(flags)
     return round(sum(known) / len(known), 3)
 
 
 def _is_due(series: deque[_Counted], now: int, every_s: float) -> bool:
+    """Return whether a counter is to be read again."""
     return not series or now - series[-1][0] > every_s * 1e9
 
 
 def _forget(samples: deque[_Counted], before_ns: int) -> None:
+    """Drop samples from before the window, but not the newest of them, so that the window is
+    covered whole, and two at least stay.
+    """
     while len(samples) > 2 and samples[1][0] < before_ns:
         samples.popleft()
