@@ -2,7 +2,17 @@
 
 The rules, per wire op, follow c10d's documentation and what gloo and NCCL do with each disagreement
 (torch 2.6 to 2.15): an illegal one hangs, aborts or corrupts data; a suspicious one runs, but its
-result is probably not the intended one.
+result is probably not the intended one. For example, of an all_reduce::
+
+    rank 0    float32[2,8], sum
+    rank 1    float32[4,4], sum     another shape of as many elements, which is suspicious
+    rank 2    float32[2,8], avg     another reduce op, likewise
+    rank 3    float32[2,9], sum     another number of elements, which is illegal
+
+ranks 0 to 3 together disagree in the "shape", illegally; rank 3 is the minority. An aspect is
+compared by a vote: the largest side of ranks with equal values is taken for right, if it is more
+than half of them. A rank whose value is unknown abstains, and the answer is unknown if the others
+agree.
 """
 
 from __future__ import annotations
@@ -33,7 +43,8 @@ def compare_collectives(
     *,
     splits_known: bool = True,
 ) -> Answer:
-    """Compare the arguments of one collective, by global rank.
+    """Compare the arguments of one collective, by global rank. Of several disagreements, return
+    the first illegal one, else the first suspicious one.
 
     Args:
         by_rank: the arguments.
@@ -44,6 +55,7 @@ def compare_collectives(
     """
     if len(by_rank) < 2:
         return Agree()
+    # the other aspects have rules for each op
     answer = _vote("op", by_rank, lambda a: a.op, lambda a: a.op)
     if answer is not None:
         return answer
@@ -81,8 +93,8 @@ def compare_coalesced(
     collective is a group of one.
     """
     lengths = {rank: len(group) for rank, group in members.items()}
-    ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
     if len(set(lengths.values())) > 1:
+        ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
         return _disagree("op", Severity.ILLEGAL, ops, lambda value: " + ".join(value))
     unknown: set[str] = set()
     for position in range(min(lengths.values(), default=0)):
@@ -95,7 +107,7 @@ def compare_coalesced(
     return Unknown(tuple(sorted(unknown))) if unknown else Agree()
 
 
-# --- the aspects
+# --- the aspects: each function returns None if the ranks agree, or if the op does not have it
 
 
 def _root(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -122,12 +134,11 @@ def _elements(
         return compare_splits(by_rank, group_ranks)
     if op == "all_gather" and _uneven_lists_match(by_rank, group_ranks):
         return None
-    return _vote(
-        "shape", by_rank, lambda a: _wire_sizes(op, a), lambda a: tensors_phrase(a.payload)
-    )
+    return _vote("shape", by_rank, _wire_sizes, lambda a: tensors_phrase(a.payload))
 
 
-def _wire_sizes(op: str, args: CollectiveArgs) -> Hashable | None:
+def _wire_sizes(args: CollectiveArgs) -> Hashable | None:
+    """Return how much a rank puts on the wire, in a form that is equal for ranks that match."""
     specs = args.payload
     if not specs:
         return None
@@ -179,14 +190,9 @@ def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
     """Compare shapes: the same number of elements in a different shape runs but scrambles them.
     Flat views and dimensions of 1 are fine.
     """
-    sizes = {rank: _sizes(a) for rank, a in by_rank.items()}
-    counts = {len(each) for each in sizes.values()}
-    if (
-        op != "all_to_all"
-        and len(counts) == 1
-        and counts.pop() > 1
-        and len(set(sizes.values())) > 1
-    ):
+    sizes = {_sizes(a) for a in by_rank.values()}
+    counts = {len(each) for each in sizes}
+    if op != "all_to_all" and len(counts) == 1 and counts.pop() > 1 and len(sizes) > 1:
         # Equal numbers of tensors and of elements in all, but different sizes: coalesced tensors in
         # a different order.
         return _vote(
@@ -194,10 +200,11 @@ def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
         )
     if op not in ("all_reduce", "broadcast", "reduce"):
         return None
-    flat = {
-        rank for rank, a in by_rank.items() if all(len(shape) < 2 for shape in _squeezed_shapes(a))
+    shaped = {
+        rank: a
+        for rank, a in by_rank.items()
+        if any(len(shape) > 1 for shape in _squeezed_shapes(a))
     }
-    shaped = {rank: a for rank, a in by_rank.items() if rank not in flat}
     if len({_squeezed_shapes(a) for a in shaped.values()}) < 2:
         return None
     return _vote(
@@ -228,10 +235,12 @@ def _memory_order(
 
 
 def _sizes(args: CollectiveArgs) -> tuple[int, ...]:
+    """Return the number of elements of each tensor."""
     return tuple(wire_numel(spec) for spec in args.payload)
 
 
 def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of each tensor without dimensions of 1."""
     return tuple(squeezed(spec) for spec in args.payload)
 
 
@@ -271,7 +280,15 @@ def _vote(
     show: Callable[[CollectiveArgs], str],
     severity: Severity = Severity.ILLEGAL,
 ) -> Disagree | Unknown | None:
-    """Disagree if known values differ; ranks without a value abstain."""
+    """Compare one value of each rank; ranks without a value abstain.
+
+    Args:
+        aspect: the name of what is compared.
+        by_rank: the arguments.
+        read: returns a rank's value, which is equal where ranks match; None: unknown.
+        show: returns it in words.
+        severity: of a disagreement.
+    """
     values = {rank: value for rank, a in by_rank.items() if (value := read(a)) is not None}
     if len(set(values.values())) < 2:
         return Unknown((aspect,)) if len(values) < len(by_rank) else None
@@ -318,7 +335,7 @@ def compare_splits(
         return Unknown(("splits",))
     refused = tuple(sorted(rank for rank, args in by_rank.items() if not _fit(args, size)))
     if len(refused) == len(by_rank):
-        return None  # nothing was sent
+        return None  # each rank's own backend refuses the call: nothing was sent
     if refused:
         return _refused(by_rank, refused)
     sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
@@ -372,6 +389,7 @@ def _broken(
     most = max(counts.values())
     worst = {rank for rank, times in counts.items() if times == most}
     minority = tuple(sorted(worst)) if len(worst) * 2 < len(by_rank) else ()
+    # the pair to show: one with a rank that is blamed
     sender, receiver, sent, expected = min(
         broken, key=lambda pair: (worst.isdisjoint(pair[:2]), pair)
     )
@@ -472,6 +490,7 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
 
 
 def _show(args: CollectiveArgs) -> str:
+    """Return a rank's input and splits in words."""
     text = tensors_phrase(args.inputs)
     return (
         f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"
