@@ -1,4 +1,11 @@
-"""The wait-for graph of classes of ranks."""
+"""The wait-for graph of classes of ranks, which the page of a verdict draws.
+
+A class is the ranks that do the same (:mod:`commlens.reports.verdict_page.job`). For example, rank
+3 of 8 has skipped the broadcast #4 and waits in the all_reduce #5, and the others wait for it in
+the broadcast. The graph of threads has an edge from each of seven ranks to rank 3, and from rank 3
+to each of them. Here these become two nodes, "ranks 0-2, 4-7" and "rank 3", and one edge each way:
+"broadcast #4" and "all_reduce #5".
+"""
 
 from __future__ import annotations
 
@@ -8,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.model.collective import Collective
+from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.job import PageJob, label, phrase
 from commlens.text import capital, count, format_ranks, key_phrase, op_phrase, ranks_phrase
@@ -26,10 +34,12 @@ def wait_graph(job: PageJob) -> WaitGraph:
 
 
 class _Fold:
+    """The graph while it is made. Nodes are known by their index in ``nodes``."""
+
     def __init__(self, job: PageJob) -> None:
         self.job = job
         self.nodes: list[GraphNode] = []
-        self._known: dict[tuple[str, int], int] = {}
+        self._known: dict[tuple[str, int], int] = {}  # by kind and number: the node
         # by pair of nodes: the ops, and the ranks that wait in each
         self._edges: dict[tuple[int, int], dict[NamedOp, set[int]]] = defaultdict(
             lambda: defaultdict(set)
@@ -56,16 +66,9 @@ class _Fold:
             self._add_edges([source.rank for source in sources], edge, ends)
         waiting = {pair: set().union(*by_op.values()) for pair, by_op in self._edges.items()}
         shown = _transitive_reduction(waiting)
-        # nodes whose ranks do not all wait for the same nodes
-        parted = {
-            start
-            for start, end in shown
-            if any(
-                waiting[start, other] != waiting[start, end]
-                for first, other in shown
-                if first == start
-            )
-        }
+        by_start = grouped((start, frozenset(waiting[start, end])) for start, end in shown)
+        # nodes of which some ranks wait for one node, and some for another
+        parted = {start for start, sets in by_start.items() if len({*sets}) > 1}
         return WaitGraph(
             self.nodes,
             [
@@ -89,13 +92,14 @@ class _Fold:
         for rank in ranks:
             start = self._class_node(self.job.class_of[rank])
             in_box = self.job.block_of(rank)
+            is_later = (
+                in_box is not None
+                and in_box.op.channel == edge.op.channel
+                and in_box.op.sequence_number > edge.op.sequence_number
+            )
             for end in ends:
                 self._edges[start, end][op].add(rank)
-                if (
-                    in_box is not None
-                    and in_box.op.channel == edge.op.channel
-                    and in_box.op.sequence_number > edge.op.sequence_number
-                ):
+                if in_box is not None and is_later:
                     self._edges[start, end][_named_op(in_box.op)].add(rank)
 
     def _add_node(self, kind: str, number: int, node: GraphNode) -> int:
@@ -113,7 +117,10 @@ class _Fold:
         )
 
     def _end_nodes(self, target: WaitNode, edge: Edge) -> list[int]:
-        """Return the indices of the nodes at the end of a wait."""
+        """Return the nodes at the end of a wait: the class of the rank that is waited for, or a
+        node of its own for what no rank alone holds up: a mismatch, a key that no rank writes, or a
+        collective that all have entered and not all completed.
+        """
         job = self.job
         if target.kind == "mismatch":
             mismatch = job.mismatches[target.detail]
@@ -170,6 +177,7 @@ def _awaited_in(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
 
 
 def _named_op(op: Collective) -> NamedOp:
+    """Return an op with its name for an edge."""
     if op.is_point_to_point or op.is_store_wait:
         return op.sequence_number, phrase(op), ""
     return op.sequence_number, f"{op.op} #{op.sequence_number}", label(op)
@@ -191,7 +199,8 @@ def _edge_label(by_op: Mapping[NamedOp, set[int]]) -> str:
 
 def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tuple[int, int]]:
     """Drop an edge if a longer path joins its nodes for all its ranks; among nodes that wait for
-    each other, keep all edges.
+    each other, keep all edges. If A waits for B and for C, and B for C, the edge from A to C goes,
+    unless a rank of A waits for C alone.
 
     Args:
         edges: by pair of classes, the ranks of the first class that wait for the second.
@@ -216,16 +225,13 @@ def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tupl
     kept: set[tuple[int, int]] = set()
     for start, ends in after.items():
         for end in ends:
-            between = (
+            on_the_way = (
                 other
-                for other in ends
-                if other != end
-                and start not in reach.get(other, ())
+                for other in ends - {end}
+                if end in reach.get(other, ())
+                and start not in reach.get(other, ())  # else they wait for each other
                 and other not in reach.get(end, ())
             )
-            if not any(
-                end in reach.get(other, ()) and edges[start, end] <= edges[start, other]
-                for other in between
-            ):
+            if not any(edges[start, end] <= edges[start, other] for other in on_the_way):
                 kept.add((start, end))
     return kept
