@@ -2,10 +2,14 @@
 the rules of a backend.
 
 This is a pure function. The order of events does not change how far each rank gets, except for a
-receive from any source: ``schedule`` tries each sender whose message it may take.
+receive from any source: :func:`schedule` tries each sender whose message it may take.
 
 Ranks 0 and 1 that both call ``send`` to each other, then ``recv``, wait for ever on gloo: the
 outcome has ``stuck == [0, 1]``, and each rank's ``blocked_in`` is its send.
+
+An :class:`Op` is *issued* when its rank calls it, *starts* when nothing of its own rank holds it up
+(NCCL runs the ops of a group one after another), and is *done* when the other ranks that it needs
+have started theirs.
 """
 
 from __future__ import annotations
@@ -122,9 +126,44 @@ class Outcome:
     incomplete: bool = False  # not all orders of messages were tried
 
 
+def schedule(sequences: Mapping[int, RankSequence], rules: Rules) -> Outcome:
+    """Return how far the ranks come. If it depends on which message a receive from any source
+    takes, return the first order in which ranks wait for ever; else the first one.
+    """
+    first: Outcome | None = None
+    choices: list[int] | None = []
+    tried = 0
+    while choices is not None and tried < _EXPLORED_MAX:
+        execution = _Schedule(sequences, rules, choices)
+        outcome = execution.run()
+        if outcome.stuck:
+            return outcome
+        first = first or outcome
+        choices = _next_choices(choices, execution.widths)
+        tried += 1
+    assert first is not None
+    first.incomplete = choices is not None
+    return first
+
+
+def _next_choices(choices: Sequence[int], widths: Sequence[int]) -> list[int] | None:
+    """Return the choices of the next order to try, as one counts: raise the last choice that can be
+    raised, and begin again after it. Return None if all orders were tried.
+
+    Args:
+        choices: the first choices of an order; those after them were 0.
+        widths: how many senders were possible at each choice.
+    """
+    made = [*choices, *[0] * len(widths)][: len(widths)]
+    for place in reversed(range(len(made))):
+        if made[place] + 1 < widths[place]:
+            return [*made[:place], made[place] + 1]
+    return None
+
+
 class _Schedule:
-    """One execution. ``choices`` are the senders whose messages are taken where a receive from any
-    source could take several.
+    """One execution. ``choices`` say which of the possible senders' messages is taken, at each
+    moment at which a receive from any source could take several.
     """
 
     def __init__(
@@ -141,19 +180,22 @@ class _Schedule:
         self._ready = deque(self._threads)
         self._ops: dict[tuple[int, int], Op] = {}  # by rank and index
         self._waiting: dict[int, list[_Thread]] = defaultdict(list)  # by id of the Op
+        # the ops of each collective that have started, by rank; and collectives that never complete
         self._instances: dict[Instance, dict[int, Op]] = defaultdict(dict)
         self._illegal: set[Instance] = set()
         self._keys: set[str] = set()  # of the store
         self._key_waits: list[tuple[Op, tuple[str, ...]]] = []
+        # messages that have started and not met, in order
         self._sends: dict[Mailbox, list[Op]] = defaultdict(list)
         self._receives: dict[Mailbox, list[Op]] = defaultdict(list)
+        # ops that run one after another: of a group, or of two ranks that exchange messages
         self._streams: dict[tuple[object, ...], deque[Op]] = defaultdict(deque)
         self._moving: deque[deque[Op]] = deque()  # streams whose first op may start
         self._batches = {rank: _batches_of(sequence) for rank, sequence in sequences.items()}
         self._closers: dict[int, Op] = {}  # by id of a member: the op that it is part of
 
     def run(self) -> Outcome:
-        """Go on until no rank can."""
+        """Let the ranks go on until none can: receives from any source take a message only then."""
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
@@ -179,6 +221,7 @@ class _Schedule:
     # --- threads
 
     def _advance(self, thread: _Thread) -> None:
+        """Do the events of a thread until it waits for an op that is not done."""
         while thread.position < len(thread.events):
             event = thread.events[thread.position]
             waits_for = self._do_event(thread, event)
@@ -206,6 +249,7 @@ class _Schedule:
         return None
 
     def _complete(self, op: Op) -> None:
+        """Note that an op is done, and let go on what has waited for it."""
         if op.done:
             return
         op.done_at = self._clock()
@@ -222,6 +266,9 @@ class _Schedule:
     # --- groups
 
     def _set_up(self, rank: int, call: Collective) -> Op:
+        """Call a function that makes a group, which may return only when all ranks have called
+        it.
+        """
         ranks = call.channel.group.ranks
         op = Op(rank, call, self._clock(), started=True, waited_at=self._clock())
         op.waiter = call.issue_thread
@@ -241,6 +288,7 @@ class _Schedule:
     # --- the store
 
     def _use_store(self, rank: int, event: StoreCall) -> Op:
+        """Write keys of the store, or wait for them."""
         op = Op(rank, event.call, self._clock(), started=True, waiter=event.call.issue_thread)
         if event.waits:
             op.waited_at = op.issued_at
@@ -258,6 +306,7 @@ class _Schedule:
     # --- issue
 
     def _issue(self, rank: int, record: Collective) -> None:
+        """Issue an op. Those of a coalesced group or a batch are enqueued with the last of them."""
         op = Op(rank, record, self._clock())
         self._ops[rank, record.index] = op
         self.ranks[rank].ops.append(op)
@@ -297,6 +346,7 @@ class _Schedule:
             self._moving.popleft()
 
     def _start_head(self, stream: deque[Op]) -> None:
+        """Start the first op of a stream that is not done, with all others of its batch."""
         while stream and stream[0].done:
             stream.popleft()
         batch = stream[0].record.coalescing_id if stream else 0
@@ -307,6 +357,7 @@ class _Schedule:
                 self._start(op)
 
     def _start(self, op: Op) -> None:
+        """Start an op: let it meet those of other ranks."""
         op.started = True
         if op.record.is_point_to_point:
             self._start_message(op)
@@ -320,15 +371,19 @@ class _Schedule:
     # --- collectives
 
     def _start_collective(self, op: Op) -> None:
+        """Let an op meet those of the other ranks under its number. All complete that need no other
+        rank any more, unless their arguments never meet.
+        """
         key = op.record.channel.key
         instance = key, op.record.sequence_number
         arrived = self._instances[instance]
         arrived[op.rank] = op
         if instance in self._illegal:
             return
-        everyone = len(arrived) == len(key[2]) or op.rank == op.record.args.root
+        # else it completes nothing but itself, such as a send to the root of a gather
+        frees_others = len(arrived) == len(key[2]) or op.rank == op.record.args.root
         agreed = False  # all that have arrived, which need not be compared for each of them
-        for each in list(arrived.values()) if everyone else [op]:
+        for each in list(arrived.values()) if frees_others else [op]:
             if not each.done and (needed := _needed(each, arrived)) is not None:
                 whole = len(needed) == len(arrived)
                 if not (whole and agreed) and self._disagree(needed, key):
@@ -353,10 +408,11 @@ class _Schedule:
     # --- messages
 
     def _start_message(self, op: Op) -> None:
+        """Put a send or a receive into the receiver's mailbox."""
         record = op.record
         tag = record.tag if self._rules.meets_by_tag else 0
         if record.op == "send":
-            if record.peer is None:
+            if record.peer is None:  # to an unknown rank: it never completes
                 return
             box = record.channel.key, record.peer, tag
             self._sends[box].append(op)
@@ -383,6 +439,7 @@ class _Schedule:
                     break
 
     def _meet(self, box: Mailbox, send: Op, receive: Op) -> None:
+        """Let a receive take a message. If they do not fit, both wait for ever."""
         self._receives[box].remove(receive)
         self._sends[box].remove(send)
         receive.source = send.rank
@@ -496,32 +553,3 @@ def _batches_of(sequence: RankSequence) -> dict[int, list[int]]:
     """Return the indices of the ops of each coalesced group."""
     found = grouped((op.coalescing_id, op.index) for op in sequence.ops if op.coalescing_id)
     return dict(found)
-
-
-def schedule(sequences: Mapping[int, RankSequence], rules: Rules) -> Outcome:
-    """Return how far the ranks come. If it depends on which message a receive from any source
-    takes, return the first order in which ranks wait for ever.
-    """
-    first: Outcome | None = None
-    choices: list[int] = []
-    for tried in count(1):
-        execution = _Schedule(sequences, rules, choices)
-        outcome = execution.run()
-        first = first or outcome
-        following = _next_choices(choices, execution.widths)
-        if outcome.stuck or following is None:
-            return outcome if outcome.stuck else first
-        if tried == _EXPLORED_MAX:
-            first.incomplete = True
-            return first
-        choices = following
-    raise AssertionError
-
-
-def _next_choices(choices: Sequence[int], widths: Sequence[int]) -> list[int] | None:
-    """Return the choices of the next order to try: raise the last choice that can be raised."""
-    made = [*choices, *[0] * len(widths)][: len(widths)]
-    for place in reversed(range(len(made))):
-        if made[place] + 1 < widths[place]:
-            return [*made[:place], made[place] + 1]
-    return None

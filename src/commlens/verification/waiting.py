@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from commlens.boards import board as B
 from commlens.boards.board import Board
@@ -340,24 +340,34 @@ class Waiting:
 
         Return if they have arrived meanwhile, or if it is no longer known whether they live.
         """
+        # a rank that has waited for less than half of this time is late by itself
         cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
-        chain = cycles.chain(absent, half)
-        if not chain:
-            absent = [rank for rank in absent if not cycles.wait_of(rank, half)] or absent
-            where = self._whereabouts(absent)
-            compared.compare(pending)
-            if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
-                return
-            self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-            refused = messages.absence(
-                "missing",
-                compared.subject(pending),
-                compared.rows(pending),
-                where,
-                waited_ns / 1e9,
-            )
-            members = cycles.held_up(set(pending.channel.members), half)
-            self._refusals.post(pending, refused, ranks=members)
+        if chain := cycles.chain(absent, half):
+            self._refuse_held_up(pending, chain, waited_ns)
+        absent = [rank for rank in absent if not cycles.wait_of(rank, half)] or absent
+        where = self._whereabouts(absent)
+        compared.compare(pending)
+        if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
+            return
+        self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
+        refused = messages.absence(
+            "missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9
+        )
+        members = cycles.held_up(set(pending.channel.members), half)
+        self._refusals.post(pending, refused, ranks=members)
+
+    def _refuse_held_up(
+        self, pending: Pending, chain: Sequence[BoardWait], waited_ns: float
+    ) -> NoReturn:
+        """Refuse the collective at the end of a chain of waits: rank 0 waits for rank 1, which
+        waits in another collective for rank 2, which is late.
+
+        Args:
+            pending: the collective in which this rank waits.
+            chain: the waits of other ranks, from one that this rank waits for.
+            waited_ns: how long this rank has waited.
+        """
+        cycles = self._cycles
         own = BoardWait(self._peers.rank, pending.channel.key, pending.number)
         last, key, number = chain[-1]
         late = [
@@ -374,11 +384,15 @@ class Waiting:
         behind = [cycles.describe(wait) for wait in (own, *chain[:-1])]
         refused = messages.absence("missing", subject, rows, where, waited_ns / 1e9, behind)
         members = cycles.held_up(
-            {rank for wait in (own, *chain) for rank in self._peers.members(wait.key)}, half
+            {rank for wait in (own, *chain) for rank in self._peers.members(wait.key)},
+            int(waited_ns) // 2,
         )
         self._refusals.post(pending, refused, about=(key, number), ranks=members)
 
     def _refuse_if_in_cycle(self, pending: Pending, waited_ns: int) -> None:
+        """Refuse the collectives of ranks that wait for one another, if they still do so a moment
+        later: their boards are not read at the same time.
+        """
         cycle = self._cycles.find()
         if not cycle:
             return
@@ -437,5 +451,6 @@ class Waiting:
         return any(self._peers[rank].word(B.ANY_SOURCE) for rank in ranks)
 
     def _ask(self, question: int) -> None:
+        """Put a question for the relay of another node on this rank's board (see ``B.ASKS``)."""
         self._board.set_word(B.ASKS, question)
         self._bells.ring([(question & 0xFFFFFFFF) - 1])
