@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commlens.errors import CommandError
 from commlens.model.grouping import grouped, natural
 from commlens.model.network import Network
 from commlens.model.ops import POINT_TO_POINT, UNEVEN
-from commlens.model.trace import TraceData, TraceEvent
+from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.reports.trace_page import RankClasses
 from commlens.text import capital, count, format_ranks, joined, number, ranks_phrase, size
 from commlens.traces import wording
@@ -25,6 +25,36 @@ from commlens.traces.trace import Trace
 
 _MOST_DIFFERENCES = 12
 MOST_CLASSES: Final = 8  # a page shows one rank of each of at most this many classes
+
+
+class TracedPlace(NamedTuple):
+    """Where a rank issues a collective."""
+
+    op: str
+    group: str  # its label
+    phase: Phase | None
+    site: str | None  # the path of the module
+
+
+class TracedContent(NamedTuple):
+    """A collective with all that ranks must have alike: not the peer, the root, the group's ranks
+    and uneven sizes.
+    """
+
+    place: TracedPlace
+    group_size: int
+    dtype: str | None
+    input_bytes: int
+    output_bytes: int
+    reduce_op: str | None
+
+
+class Deviation(NamedTuple):
+    """Ranks of a stage issued different collectives on a group."""
+
+    stage: list[int]
+    group: str
+    classes: list[list[int]]
 
 
 class RankTraces:
@@ -45,9 +75,8 @@ class RankTraces:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
         self._stages: list[list[int]] | None = None
-        self._counters: dict[
-            tuple[int, Callable[..., Any]], dict[str, Counter[tuple[Any, ...]]]
-        ] = {}
+        # by rank and kind of key, then by the label of a group: see _counted()
+        self._counters: dict[tuple[int, Callable[..., Any]], dict[str, Counter[Any]]] = {}
 
     @property
     def stages(self) -> list[list[int]]:
@@ -101,17 +130,17 @@ class RankTraces:
         """
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
         for rank in ranks:
-            counted = self._counted(rank, _fully)
+            counted = self._counted(rank, _content)
             chosen = counted if labels is None else [label for label in labels if label in counted]
             by_signature[
                 frozenset((label, frozenset(counted[label].items())) for label in chosen)
             ].append(rank)
         return sorted(by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
-    def _counted(
-        self, rank: int, key: Callable[..., tuple[Any, ...]]
-    ) -> dict[str, Counter[tuple[Any, ...]]]:
-        """Count a rank's collectives, without point-to-point, by group label and key."""
+    def _counted(self, rank: int, key: Callable[..., Any]) -> dict[str, Counter[Any]]:
+        """Count a rank's collectives, without point-to-point, by group label and key: ``_place`` or
+        ``_content``.
+        """
         counted = self._counters.get((rank, key))
         if counted is None:
             counted = self._counters[rank, key] = {}
@@ -131,16 +160,14 @@ class RankTraces:
                 members[wording.label(group)].update(group.ranks or self.ranks)
         return members
 
-    def _deviations(self) -> list[tuple[list[int], str, list[list[int]]]]:
-        """Return each stage and group label whose ranks issued different collectives there, with
-        their classes.
-        """
+    def _deviations(self) -> list[Deviation]:
+        """Return the stages and groups whose ranks issued different collectives there."""
         found = []
         for stage in self.stages:
             for label, members in self._members().items():
                 classes = self._classes([rank for rank in stage if rank in members], [label])
                 if len(classes) > 1:
-                    found.append((stage, label, classes))
+                    found.append(Deviation(stage, label, classes))
         return found
 
     def answer(self) -> str:
@@ -160,7 +187,7 @@ class RankTraces:
             return self._answer_to(deviations) + lacking
         subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
         if len(self.classes()) == 1:
-            collectives = any(self._counted(rank, _fully) for rank in self.by_rank)
+            collectives = any(self._counted(rank, _content) for rank in self.by_rank)
             done = (
                 "issued the same collectives"
                 if collectives or not self.stages[1:]
@@ -179,16 +206,11 @@ class RankTraces:
         messages = "; some sends and receives do not match" if self._messages() else ""
         return f"{subject} {done}{order}{messages}.{lacking}"
 
-    def _answer_to(self, deviations: list[tuple[list[int], str, list[list[int]]]]) -> str:
-        stage = deviations[0][0]
-        labels = [label for ranks, label, _ in deviations if ranks is stage]
-        compared = {
-            rank
-            for ranks, _, classes in deviations
-            if ranks is stage
-            for members in classes
-            for rank in members
-        }
+    def _answer_to(self, deviations: list[Deviation]) -> str:
+        """Say which ranks of the first stage with deviations issued different collectives."""
+        of_stage = [each for each in deviations if each.stage is deviations[0].stage]
+        labels = [each.group for each in of_stage]
+        compared = {rank for each in of_stage for members in each.classes for rank in members}
         classes = self._classes(sorted(compared), labels)
         together = (
             f"The {len(compared)} ranks"
@@ -217,9 +239,9 @@ class RankTraces:
         """
         sentences = [
             sentence
-            for _, label, (usual, *others) in self._deviations()
+            for _, group, (usual, *others) in self._deviations()
             for ranks in others
-            for sentence in self._differences_from(ranks, usual, label)
+            for sentence in self._differences_from(ranks, usual, group)
         ]
         sentences += [*(self._order() if not sentences else []), *self._messages()]
         if len(sentences) > _MOST_DIFFERENCES:
@@ -231,34 +253,28 @@ class RankTraces:
         return sentences
 
     def _differences_from(
-        self, ranks: Sequence[int], majority: Sequence[int], label: str
+        self, ranks: Sequence[int], majority: Sequence[int], group: str
     ) -> list[str]:
         """Return how a class of ranks differs from the largest one on a group: in the numbers of
         collectives or, if these are the same, in their sizes.
         """
         these, others = ranks_phrase(ranks), ranks_phrase(majority)
-        mine = self._counted_on(label, ranks, _place)
-        theirs = self._counted_on(label, majority, _place)
+        # the ranks of a class issued the same, so the first one stands for all
+        mine, theirs = (
+            self._counted(each[0], _place).get(group, Counter()) for each in (ranks, majority)
+        )
         if mine != theirs:
             return _count_sentences(these, others, mine, theirs)
-        mine = self._counted_on(label, ranks, _fully)
-        theirs = self._counted_on(label, majority, _fully)
-        own = grouped((key[:4], key) for key in mine - theirs)
-        usual = grouped((key[:4], key) for key in theirs - mine)
-        sentences = []
-        for place in {**own, **usual}:
-            op, group, phase, site = place
-            sentences.append(
-                f"{these}: {op} on {group} {wording.within(phase, site)} is"
-                f" {_shapes(own.get(place, []))}; on {others} it is {_shapes(usual.get(place, []))}"
-            )
-        return sentences
-
-    def _counted_on(
-        self, label: str, ranks: Sequence[int], key: Callable[..., tuple[Any, ...]]
-    ) -> Counter[tuple[Any, ...]]:
-        """Count the collectives on a group of ranks that all issued the same."""
-        return self._counted(ranks[0], key).get(label, Counter())
+        mine, theirs = (
+            self._counted(each[0], _content).get(group, Counter()) for each in (ranks, majority)
+        )
+        own = grouped((content.place, content) for content in mine - theirs)
+        usual = grouped((content.place, content) for content in theirs - mine)
+        return [
+            f"{these}: {place.op} on {place.group} {wording.within(place.phase, place.site)} is"
+            f" {_shapes(own.get(place, []))}; on {others} it is {_shapes(usual.get(place, []))}"
+            for place in {**own, **usual}
+        ]
 
     def _messages(self) -> list[str]:
         """Report pairs of ranks with different numbers of sends and receives. A rank that receives
@@ -294,6 +310,9 @@ class RankTraces:
         ]
 
     def _order_within(self, stage: Sequence[int]) -> list[str]:
+        """Report ranks of a stage whose order differs from that of its first rank, on the groups
+        that the two share.
+        """
         first, *rest = stage
         members = self._members()
         sentences = []
@@ -308,8 +327,9 @@ class RankTraces:
                 if mine != theirs:
                     sentences.append(
                         f"rank {rank}'s order differs from rank {first}'s from #{place} on:"
-                        f" {mine[0]} on {mine[1]} {wording.within(*mine[2:])}, where rank {first}"
-                        f" has {theirs[0]} on {theirs[1]} {wording.within(*theirs[2:])}"
+                        f" {mine.op} on {mine.group} {wording.within(mine.phase, mine.site)}, where"
+                        f" rank {first} has {theirs.op} on {theirs.group}"
+                        f" {wording.within(theirs.phase, theirs.site)}"
                     )
                     break
         return sentences
@@ -358,21 +378,14 @@ class RankTraces:
         )
 
 
-def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
-    return (event.op, wording.label(data.group_of(event)), event.phase, event.site)
+def _place(data: TraceData, event: TraceEvent) -> TracedPlace:
+    return TracedPlace(event.op, wording.label(data.group_of(event)), event.phase, event.site)
 
 
-def _fully(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
-    # Without the peer, the root, the group's ranks and uneven sizes, which legitimately differ
-    # between ranks.
+def _content(data: TraceData, event: TraceEvent) -> TracedContent:
     sizes = (0, 0) if event.op in UNEVEN else (event.input_bytes, event.output_bytes)
-    return (
-        *_place(data, event),
-        len(data.group_of(event).ranks),
-        event.dtype,
-        *sizes,
-        event.reduce_op,
-    )
+    group_size = len(data.group_of(event).ranks)
+    return TracedContent(_place(data, event), group_size, event.dtype, *sizes, event.reduce_op)
 
 
 def _listed(classes: Sequence[Sequence[int]]) -> str:
@@ -381,7 +394,10 @@ def _listed(classes: Sequence[Sequence[int]]) -> str:
     )
 
 
-def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
+def _sequence(data: TraceData, labels: set[str]) -> list[TracedPlace]:
+    """Return the order of a rank's collectives on these groups: of one thread, since threads have
+    no order, and only those that are recorded one by one.
+    """
     threads = {event.thread for event in data.events}
     places = (
         _place(data, event)
@@ -390,16 +406,16 @@ def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
         and event.op not in POINT_TO_POINT
         and (event.thread == 0 or len(threads) == 1)
     )
-    return [place for place in places if place[1] in labels]
+    return [place for place in places if place.group in labels]
 
 
 def _count_sentences(
-    these: str, others: str, mine: Counter[tuple[Any, ...]], theirs: Counter[tuple[Any, ...]]
+    these: str, others: str, mine: Counter[TracedPlace], theirs: Counter[TracedPlace]
 ) -> list[str]:
     """Return the differences of two counts by place, largest first. Modules that differ only in a
     number share a sentence.
     """
-    found: dict[Hashable, list[tuple[Any, int, int]]] = {}
+    found: dict[Hashable, list[tuple[TracedPlace, int, int]]] = {}
     for place in {**theirs, **mine}:
         difference = mine[place] - theirs[place]
         if difference:
@@ -414,9 +430,12 @@ def _count_sentences(
     return [_count_sentence(these, others, places) for places in largest_first]
 
 
-def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) -> str:
+def _count_sentence(these: str, others: str, found: list[tuple[TracedPlace, int, int]]) -> str:
+    """Return one sentence about places that differ only in the module, with the numbers of calls
+    of both classes.
+    """
     (op, group, phase, _), mine, theirs = found[0]
-    sites = sorted({key[3] for key, _, _ in found if key[3] is not None}, key=natural)
+    sites = sorted({place.site for place, _, _ in found if place.site is not None}, key=natural)
     each = " each" if len(sites) > 1 else ""
     where = wording.within(phase, wording.fold(sites) or None)
     more = "more" if mine > theirs else "fewer"
@@ -426,18 +445,13 @@ def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) 
     )
 
 
-def _shapes(keys: list[Any]) -> str:
-    return (
-        joined(
-            sorted(
-                {
-                    f"{key[5]} {size(most) if (most := max(key[6], key[7])) else ''}".strip()
-                    for key in keys
-                }
-            )
-        )
-        or "missing"
-    )
+def _shapes(contents: list[TracedContent]) -> str:
+    """Return what collectives send, ``"float32 4 MiB"``, each kind once."""
+    shapes = set()
+    for each in contents:
+        most = max(each.input_bytes, each.output_bytes)
+        shapes.add(f"{each.dtype} {size(most)}" if most else f"{each.dtype}")
+    return joined(sorted(shapes)) or "missing"
 
 
 # --- the pipeline stages of a job, inferred from its messages: stages do different things by design
@@ -490,6 +504,7 @@ def _components(edges: Iterable[tuple[int, int]]) -> list[list[int]]:
 def _is_pipeline(
     ranks: list[int], edges: Edges, by_rank: Mapping[int, TraceData], label: str
 ) -> bool:
+    """Return whether ranks that messages connect form a line."""
     size = len(ranks)
     if size == 2:  # two ranks cannot show whether they are a line or a ring, except by who begins
         begin = {_first_message(by_rank[rank], label) for rank in ranks if rank in by_rank}
