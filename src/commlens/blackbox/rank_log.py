@@ -1,8 +1,18 @@
-"""Decodes a copy of a black box into a RankLog.
+"""Decode a copy of a black box into a RankLog.
 
 A record of the ring buffer holds numbers: times, and the positions in the side table of the blobs
-with its group, arguments and stack. docs/protocol.md describes the parts. Whatever is overwritten,
-torn or damaged is left out, and named in ``RankLog.problems``.
+with its group, arguments and stack::
+
+    slot 7 of the ring buffer    index 1031, announced at ..., group at 512, arguments at 768,
+                                 stack at 4096, number 57, step 12, thread 4711
+                                 and life words: entered, returned, wait began, ..., outcome
+    side table at 512            {"k": "group", "name": "0", "ranks": "0-7", ...}
+    side table at 768            {"k": "asked", "op": "all_reduce", "in": [...], ...}
+
+This becomes ``Collective(index=1031, sequence_number=57, args=all_reduce of ..., step=12, ...)``. A
+life word is written later than its slot, which the next record of the slot may have taken by then;
+so it holds the lowest 16 bits of its record's index, its *tag*. docs/protocol.md describes all
+parts. Whatever is overwritten, torn or damaged is left out, and named in ``RankLog.problems``.
 """
 
 from __future__ import annotations
@@ -98,7 +108,7 @@ class _Decoded(dict[Key, Value | None]):
 
 
 class BoxReader:
-    """Decodes a copy of a box.
+    """Decodes a copy of a box: :meth:`log` returns all that it holds.
 
     Args:
         parts: of the copy.
@@ -114,7 +124,7 @@ class BoxReader:
         self.status = read_live(parts.header, parts.identity)
         self.problems = list(parts.identity.problems)
         self.side = SideTable(parts.side, parts.identity.side_size, parts.side_head)
-        self.ranks_left = _RANKS_MAX
+        self.ranks_left = _RANKS_MAX  # ranks of groups that may still be decoded
         # by the positions of their blobs
         self.channels = _Decoded(self._decode_channel)
         self.stacks = _Decoded(self._decode_stack)
@@ -182,6 +192,7 @@ class BoxReader:
         return blob.text if blob is not None else None
 
     def _error(self, position: int) -> str:
+        """Return the error of a failed collective."""
         return (self.text(position) or "an error whose text is lost")[:_TEXT_MAX]
 
     def frames(self, found: tuple[FrameJson, ...]) -> Stack:
@@ -466,6 +477,9 @@ class BoxReader:
             )
 
     def _collective(self, record: tuple[int, ...], channel: Channel) -> Collective | None:
+        """Return the collective of a record; None if nothing is known of its arguments, and they
+        matter.
+        """
         announced = L.Record(*record[: _LIFE_AT - 1])
         tag, flags = announced.record_index & L.TAG_MASK, announced.flags
         announced_ns = self.unix(announced.announced_ns)
@@ -476,6 +490,7 @@ class BoxReader:
         outcome, failure, asked, duration = (_value(word, tag) for word in record[_LIFE_AT + 5 :])
         if flags & L.FLAG_ENTERED:
             entered_ns = announced_ns
+        # one life word has two meanings: a reduce op, or the rank whose message was received
         source = asked if flags & L.FLAG_ANY_SOURCE else 0
         args = self.args[announced.asked, 0 if source else asked] or _lost_args(announced)
         if args is None:

@@ -2,9 +2,18 @@
 polling finds it complete.
 
 Between the return of the backend's call and the end of the collective, its token is in one place:
-in ``synchronous`` if the call waits for it right away, in ``in_flight`` with its Work, in
-``weakly_held`` without one that keeps tensors alive, or in ``device_queues`` if it was enqueued on
-a device.
+
+=================  ===================================================  ============================
+place              of which collectives                                 it leaves
+=================  ===================================================  ============================
+``synchronous``    the call waits right away: ``all_reduce(x)`` on CPU  as the wait ends
+``in_flight``      the call returned a Work, which is held here         as a wait ends, or a poll
+                                                                        finds it complete
+``weakly_held``    gloo's send, recv and reduce_scatter, whose Work     as a wait ends, or the
+                   does not say whether it is done: only a weak         program drops the Work
+                   reference is held, so that its tensors can be freed
+``device_queues``  enqueued on a device: no Work is held                as torch's recorder shows
+=================  ===================================================  ============================
 """
 
 from __future__ import annotations
@@ -103,6 +112,7 @@ class CompletionTracker:
         self.device_queues.add(token)
 
     def _hold(self, token: Token, work: Any) -> None:
+        """Hold a Work until its collective is done."""
         in_flight = self.in_flight
         if in_flight:
             # Amortised: each new collective polls the oldest one, so that no Work (and no tensor)
@@ -142,6 +152,7 @@ class CompletionTracker:
             self.weakly_held.pop(token.index, None)
 
     def _completed(self, work: Any, token: Token, how: int) -> None:
+        """Record that a Work is complete, with its error if it has one."""
         if self.in_flight.pop(work, None) is not None:
             self._forget_pointers(token)
             error = error_of(work)
@@ -223,12 +234,14 @@ class CompletionTracker:
             self.writer.mark(token.offset, L.WAIT_ENDED, token.index, now)
 
     def _mark_wait(self, token: Token) -> None:
+        """Record that this thread begins to wait."""
         token.waiting = True
         self.writer.wait_began(
             token.offset, token.index, _monotonic(), current.id, token.args.synchronous
         )
 
     def _verify_wait(self, verifier: CallVerifier, token: Token | None) -> None:
+        """Let the verifier compare before the wait; a refusal ends it."""
         try:
             verifier.before_wait(token.index if token is not None else 0)
         except BaseException as error:
@@ -266,6 +279,7 @@ class CompletionTracker:
             log.debug("commlens: a receive's source is unknown: %s", error)
 
     def _after_wait(self, token: Token, error: BaseException | None) -> None:
+        """Record how a wait ended, and forget its token."""
         try:
             if self.weakly_held:
                 self.weakly_held.pop(token.index, None)
@@ -329,6 +343,9 @@ class CompletionTracker:
     # reducer waits; there it queues another one, which runs just after.
 
     def _follow_cpp(self, token: Token, task: int) -> None:
+        """Note a collective for which C++ may wait, issued in the backward pass ``task``; -1: in a
+        call that waits for what it issues.
+        """
         issued = self.issued_for_cpp[token.thread]
         issued.append(token)
         del issued[:-_HELD_LIMIT]
@@ -401,7 +418,7 @@ class CompletionTracker:
                 now - token.since > _HOLD_WEAKLY_AFTER_NS
                 and self.synchronous.pop(thread, None) is token
             ):
-                # its caller never waited
+                # its caller never waited, so its end cannot be learned
                 self.writer.mark_outcome(
                     token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
                 )
