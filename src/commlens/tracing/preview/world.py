@@ -1,8 +1,15 @@
 """A fake world: one process that plays any rank of a world of any size, on torch's fake backend.
 
 Programs run unchanged: whatever backend, store or launcher they use, they get the fake backend and
-this world. This module and ``objects.py`` fill the gaps of the backend; ``cuda.py`` and
-``tensors.py`` replace devices and tensors.
+this world. For example, ::
+
+    with FakeWorld(world_size=64, rank=9):
+        dist.init_process_group("nccl")    # the fake backend; RANK=9, LOCAL_RANK=1, ...
+        dist.get_backend()                 # "nccl"
+        dist.all_reduce(x)                 # returns at once, x is unchanged
+
+This module and ``objects.py`` fill the gaps of the backend; ``cuda.py`` and ``tensors.py`` replace
+devices and tensors.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled gaps: futures of collectives (DDP's hooks assert on
 their value), objects from other ranks, ``monitored_barrier``, ``recv`` from any rank,
@@ -55,8 +62,15 @@ class FakeWorld:
         learned: Mapping[Key, Message | None] | None = None,
         stop_at: Key | None = None,
     ) -> None:
-        """Describe the world. ``learned`` are objects from other ranks, from earlier runs; stop
-        when ``stop_at`` is sent.
+        """Describe the world.
+
+        Args:
+            world_size: number of ranks.
+            rank: that this process plays.
+            ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+            fake_tensors: use tensors without memory.
+            learned: objects from other ranks, from earlier runs.
+            stop_at: stop when this object is sent: another rank needs it.
         """
         self.world_size = world_size
         self.rank = rank
@@ -70,6 +84,7 @@ class FakeWorld:
         self._patches = Patches()
         self._cleanup = contextlib.ExitStack()
         self._store = FakeStore(world_size)
+        # by group: the backend that the program asked for
         self._wanted_backends: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._pipelining_patched = False
         self._node = rank // ranks_per_node
@@ -107,6 +122,7 @@ class FakeWorld:
         return sentences
 
     def _install(self) -> None:
+        """Make the world, and note how to undo each part: the last one first."""
         later = self._cleanup.callback
         clear_caches()
         later(clear_caches)
@@ -171,6 +187,7 @@ class FakeWorld:
                 self._patches.replace(torch._C._distributed_c10d, name, _backend_class(found))
 
     def _init(self, original: Any, given: dict[str, Any]) -> None:
+        """Run ``init_process_group`` in this world, whatever the program asks for."""
         self._patch_imported()
         original(
             FAKE,
@@ -182,6 +199,9 @@ class FakeWorld:
         self._wanted_backends[c10d._get_default_group()] = _name_of(given.get("backend"))
 
     def _new_group(self, original: Any, given: dict[str, Any]) -> Any:
+        """Make a group on the fake backend. Without a backend of its own, torch passes that of the
+        default group, which is the fake one: then the program wants what it wanted there.
+        """
         for name in ("device_id", "backend_options", "pg_options"):
             given.pop(name, None)
         default, backend = c10d._world.default_pg, given["backend"]
@@ -202,18 +222,18 @@ class FakeWorld:
         original(group)
 
     def _get_backend(self, original: Any, group: Any = None) -> Any:
+        """Return the backend that the program asked for, to the program and to torch's pipelining,
+        which may choose by it. The rest of torch needs the true one.
+        """
         found = original(group)
         wanted = self._wanted_backends.get(
             group if group is not None else c10d._get_default_group()
         )
-        return (
-            wanted
-            if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch())
-            else found
-        )
+        is_for_torch = called_by_torch() and not called_by_torch("torch.distributed.pipelining")
+        return wanted if wanted and not is_for_torch else found
 
     def _split_group(self, original: Any, given: dict[str, Any]) -> Any:
-        # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
+        """Make an ordinary group of the same ranks, since the fake backend cannot split."""
         parent = dist.get_process_group_ranks(given.get("parent_pg") or c10d._get_default_group())
         for each in given.get("split_ranks") or []:
             ranks = [parent[rank] for rank in each]
@@ -255,17 +275,19 @@ class FakeWorld:
         self._patch_ddp()
 
     def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run ``dist.recv``; of one from any rank, return the rank before as the sender."""
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
             if "sourceRank" not in str(error):
                 raise
-            # a receive from any rank: already issued, no sender exists
+            # The fake Work names no sender; the receive itself was issued.
             return (self.rank - 1) % self.world_size
 
     def _spawn(
         self, original: Any, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any
     ) -> None:
+        """Run ``mp.spawn`` as the one rank that this process plays: of all ranks, or of a node."""
         fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
 
     def _patch_imported(self) -> None:
@@ -369,6 +391,7 @@ def is_spawned(frame: FrameType | None) -> bool:
 
 
 def _name_of(backend: Any) -> str:
+    """Return a backend's name as torch spells it; empty for none."""
     return str(backend).lower() if backend is not None else ""
 
 
