@@ -93,8 +93,7 @@ class Queue:
         when the newest was issued; else the answer before was a second ago: count it as just now.
         """
         if any_done:
-            is_first = self.answered_ns <= self.newest_ns
-            self.progress_ns = self.newest_ns if is_first else now
+            self.progress_ns = now if self.answered_ns > self.newest_ns else self.newest_ns
         self.answered_ns = now
 
     def is_quiet(self, now: int) -> bool:

@@ -43,6 +43,7 @@ from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
 _WATCHER_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
+_ACCELERATE_ALONE = " (on CPUs, Accelerate needs ACCELERATE_USE_CPU=true or Accelerator(cpu=True))"
 
 
 class Recording:
@@ -273,28 +274,75 @@ class Recording:
         self._meet(self.recorder.verifier.enter)
 
     def _verify(self, rank: int, depth: int) -> None:
-        """Make the verifier, inside ``depth`` regions that verify."""
+        """Make the verifier of this rank.
+
+        Args:
+            rank: of this process.
+            depth: how many regions that verify surround what comes next; 0: it verifies only once
+                it is entered.
+        """
         from commlens.tap import torch_patches
 
-        self.recorder.verifier = make_verifier(
-            self.make_verifier,
-            self.recorder,
-            self.settings,
+        settings = self.settings
+        verifier = self.make_verifier(
             self.job_dir,
             rank,
-            depth=depth,
-            began_late=self.began_late,
+            timeout_s=functools.lru_cache(maxsize=1)(
+                lambda: settings.verify_timeout or rank_environment.default_timeout_ms() / 1000
+            ),
+            active=depth > 0,
+            late=rank_environment.ranks_of_this_node(rank) if self.began_late else (),
+            sample=settings.debug == config.SAMPLE,
+            make_exchange=self.recorder.make_exchange,
         )
+        for _ in range(depth - 1):
+            verifier.enter()
+        self.recorder.verifier = verifier
         torch_patches.listen()
 
     def _meet(self, wait: Callable[[], list[int]]) -> None:
-        meet(self.recorder.verifier, wait, began_late=self.began_late)
+        """Begin to verify in the middle of a job. ``wait`` waits for the other ranks, and returns
+        those that did not come: nothing can be compared with theirs.
+        """
+        missing = wait()
+        if missing and self.began_late:
+            # Collectives are numbered from when recording began, which matches only the ranks that
+            # began at the same point.
+            self.recorder.verifier.stop()
+            log.warning(
+                "commlens: collectives are not verified here: %s did not switch verification on at"
+                " the same point of the program",
+                ranks_phrase(missing),
+            )
+        elif missing:
+            log.warning(
+                "commlens: %s did not reach the point where verification begins: no rank is"
+                " compared with %s until then",
+                ranks_phrase(missing),
+                "it" if len(missing) == 1 else "them",
+            )
 
     def _warn_if_nothing_was_verified(self) -> None:
+        """Warn, once on a node, that the ranks of a job which was to be verified never met."""
         verifier = self.recorder.verifier
         announced = verifier is not None and verifier.has_announced
-        if self.settings.debug and not announced and self.writer.last_index == 0:
-            warn_if_nothing_was_verified(initialised=self.initialised)
+        place, local = rank_environment.place_of(), rank_environment.local_rank()
+        is_first_of_several = place.world_size > 1 and (
+            local == 0 or (local < 0 and place.rank <= 0)
+        )
+        if (
+            self.settings.debug
+            and not announced
+            and not self.writer.last_index
+            and is_first_of_several
+        ):
+            log.warning(
+                "commlens: nothing was verified: this run %s, so each of its %d processes worked"
+                " alone%s.",
+                "issued no collective" if self.initialised else "made no process group",
+                place.world_size,
+                _ACCELERATE_ALONE if "accelerate" in sys.modules else "",
+            )
 
     # --- the watcher
 
@@ -430,95 +478,3 @@ class Recording:
                 L.EXPECTING,
                 self.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0,
             )
-
-
-# --- verification of a recording: from its beginning, or from the middle of a job
-
-_ACCELERATE_ALONE = " (on CPUs, Accelerate needs ACCELERATE_USE_CPU=true or Accelerator(cpu=True))"
-
-
-def make_verifier(
-    make: Callable[..., Any],
-    recorder: Any,
-    settings: config.Settings,
-    job_dir: Path | None,
-    rank: int,
-    *,
-    depth: int,
-    began_late: bool,
-) -> Any:
-    """Return a verifier for a recorder. With depth 0, it verifies only after it is entered.
-
-    Args:
-        make: makes a :class:`commlens.verification.verifier.Verifier`.
-        recorder: of this process.
-        settings: the settings.
-        job_dir: the folder of the job's boxes.
-        rank: of this process.
-        depth: how many regions that verify surround what comes next.
-        began_late: whether the job was running before it was recorded.
-    """
-    verifier = make(
-        job_dir,
-        rank,
-        timeout_s=functools.lru_cache(maxsize=1)(
-            lambda: settings.verify_timeout or rank_environment.default_timeout_ms() / 1000
-        ),
-        active=depth > 0,
-        late=rank_environment.ranks_of_this_node(rank) if began_late else (),
-        sample=settings.debug == config.SAMPLE,
-        make_exchange=recorder.make_exchange,
-    )
-    for _ in range(depth - 1):
-        verifier.enter()
-    return verifier
-
-
-def meet(verifier: Any, wait: Callable[[], list[int]], *, began_late: bool) -> None:
-    """Begin to verify in the middle of a job, and name the ranks that did not: nothing can be
-    compared with theirs.
-
-    Args:
-        verifier: of this process.
-        wait: waits for the other ranks, and returns those that did not come.
-        began_late: whether the job was running before it was recorded.
-    """
-    missing = wait()
-    if missing and began_late:
-        # Collectives are numbered from when recording began, which matches only the ranks that
-        # began at the same point.
-        verifier.stop()
-    if missing:
-        log.warning("commlens: %s", unverified(missing, began_late=began_late))
-
-
-def unverified(missing: list[int], *, began_late: bool) -> str:
-    """Return the warning about ranks that did not begin to verify where this one did."""
-    ranks = ranks_phrase(missing)
-    if began_late:
-        return (
-            f"collectives are not verified here: {ranks} did not switch verification on at the same"
-            " point of the program"
-        )
-    them = "it" if len(missing) == 1 else "them"
-    return (
-        f"{ranks} did not reach the point where verification begins: no rank is compared with"
-        f" {them} until then"
-    )
-
-
-def warn_if_nothing_was_verified(*, initialised: bool) -> None:
-    """Warn, once on a node, that the ranks of a job which was to be verified never met.
-
-    Args:
-        initialised: whether this process made a process group; it issued no collective.
-    """
-    place, local = rank_environment.place_of(), rank_environment.local_rank()
-    if place.world_size < 2 or local > 0 or (local < 0 and place.rank > 0):
-        return
-    log.warning(
-        "commlens: nothing was verified: this run %s, so each of its %d processes worked alone%s.",
-        "issued no collective" if initialised else "made no process group",
-        place.world_size,
-        _ACCELERATE_ALONE if "accelerate" in sys.modules else "",
-    )

@@ -50,7 +50,8 @@ def find_causes(job: SeenJob) -> list[Found[Any]]:
         return [_moving(job)]
     if job.unread:
         return [_unread(job)]
-    return [_compare_waits(job)]
+    # all ranks wait in calls: compare these
+    return [_ring(job) or _unmet(job) or _sides_of_a_world(job) or _sides(job, job.stuck)]
 
 
 def none_waits(job: SeenJob) -> NoneWaits:
@@ -220,11 +221,6 @@ def _moving(job: SeenJob) -> Found[Working]:
 
 _BLIND: Final = frozenset({"request", "device"})
 """Calls that do not show which ranks they wait for."""
-
-
-def _compare_waits(job: SeenJob) -> Found[Any]:
-    """Find the cause if all ranks of a job wait in calls."""
-    return _ring(job) or _unmet(job) or _sides_of_a_world(job) or _sides(job, job.stuck)
 
 
 def _ring(job: SeenJob) -> Found[Cycle] | None:

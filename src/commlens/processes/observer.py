@@ -347,18 +347,19 @@ class Observer:
         beats and gets to nothing else.
         """
         samples = subject.samples
-        if self._watchdog_is_silent(subject) or len(samples) < 2 or samples[-1].pulse.closed:
-            return self._watchdog_is_silent(subject)
-        had_time = samples[-1].at_ns - samples[0].at_ns > SILENT_S * 1e9
-        stands_still = samples[0].pulse.records == samples[-1].pulse.records
-        has_stacks = any(sample.pulse.main_stack_since_ns for sample in samples)
-        return had_time and stands_still and not has_stacks
+        had_time = len(samples) > 1 and samples[-1].at_ns - samples[0].at_ns > SILENT_S * 1e9
+        lacks_stacks = (
+            had_time
+            and not samples[-1].pulse.closed
+            and samples[0].pulse.records == samples[-1].pulse.records
+            and not any(each.pulse.main_stack_since_ns for each in samples)
+        )
+        return lacks_stacks or self._watchdog_is_silent(subject)
 
     def _start_py_spy(self, subject: _Subject) -> None:
         """Let py-spy read the stacks in a thread, unless it does so now or did so just before."""
         self._collect(subject, 0.0)
-        age_s = time.monotonic() - subject.stacks_at
-        is_fresh = subject.stacks is not None and age_s <= _STACKS_FRESH_S
+        is_fresh = subject.stacks and time.monotonic() - subject.stacks_at <= _STACKS_FRESH_S
         if self._use_py_spy and subject.pending is None and not is_fresh:
             subject.pending = pyspy.InBackground(
                 partial(pyspy.take, subject.pid, subject.classify),
@@ -402,11 +403,13 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     if _silent_s(last.pulse, now) <= SILENT_S:
         return False
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
-    if not since or any(sample.state in "TtDZX" for sample in since):
-        return False
-    if _is_starved(since) or _a_thread_is_starved(subject, last.pulse.heartbeat_ns):
-        return False
-    return (_throttled_fraction(subject) or 0.0) <= 0.5
+    is_held_up_otherwise = (
+        not since
+        or any(sample.state in "TtDZX" for sample in since)
+        or _is_starved(since)
+        or _a_thread_is_starved(subject, last.pulse.heartbeat_ns)
+    )
+    return not is_held_up_otherwise and (_throttled_fraction(subject) or 0.0) <= 0.5
 
 
 def _is_starved(samples: list[_Sample]) -> bool:

@@ -447,10 +447,12 @@ def _count_sentence(these: str, others: str, found: list[tuple[TracedPlace, int,
 
 def _shapes(contents: list[TracedContent]) -> str:
     """Return what collectives send, ``"float32 4 MiB"``, each kind once."""
-    shapes = set()
-    for each in contents:
-        most = max(each.input_bytes, each.output_bytes)
-        shapes.add(f"{each.dtype} {size(most)}" if most else f"{each.dtype}")
+    shapes = {
+        f"{each.dtype} {size(most)}"
+        if (most := max(each.input_bytes, each.output_bytes))
+        else each.dtype
+        for each in contents
+    }
     return joined(sorted(shapes)) or "missing"
 
 

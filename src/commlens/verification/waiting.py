@@ -172,8 +172,10 @@ class Waiting:
             self._board.set_waiting(pending.channel.key, pending.number, began)
         try:
             while wanted & set(pending.absent):
-                if pending.args.op == "send" and self._receives_from_any(pending.absent):
-                    return
+                if pending.args.op == "send" and any(
+                    self._peers[rank].word(B.ANY_SOURCE) for rank in pending.absent
+                ):
+                    return  # a rank that receives from any rank does not announce that
                 now = _now()
                 first = next(rank for rank in pending.absent if rank in wanted)
                 heard = self._bells.listen(first, thread)
@@ -445,10 +447,6 @@ class Waiting:
         elsewhere = [rank for rank in boards if rank not in here]
         found = whereabouts(self._folder, here) | self._peers.ask(elsewhere, self._ask)
         return {rank: found[rank] for rank in boards}
-
-    def _receives_from_any(self, ranks: Iterable[int]) -> bool:
-        """Return whether one of these ranks may have received a message without announcing it."""
-        return any(self._peers[rank].word(B.ANY_SOURCE) for rank in ranks)
 
     def _ask(self, question: int) -> None:
         """Put a question for the relay of another node on this rank's board (see ``B.ASKS``)."""

@@ -101,10 +101,12 @@ class Calls:
             self._woke_for = (asks, news)
             wake(client, only or [beat.slot for beat in others])
 
-    def call_reporter(self, client: Client, mine: Beat, reporter: Beat) -> None:
+    def call_reporter(self, client: Client, mine: Beat, reporter: Beat | None) -> None:
         """Let the node that reports read this node's beat soon if it shows a death, or a wait while
-        that node knows of none.
+        that node knows of none. None: this node reports.
         """
+        if reporter is None:
+            return
         wait = mine.wait_id if not reporter.wait_id else self._called_about[1]
         if (len(mine.dead), wait) != self._called_about:
             self._called_about = (len(mine.dead), wait)

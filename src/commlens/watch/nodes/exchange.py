@@ -696,9 +696,8 @@ class Nodes:
         self._collect(client)
         # the nodes that would be next hear from the reporter often, and soon take its place
         self._known.lost_s = LOST_S if self._would_report_next() else lost_after_s(self._count)
-        reporter = self.reporter if rest_period_s(self._count) > PERIOD_S else None
-        if reporter is not None:
-            self._calls.call_reporter(client, mine, reporter)
+        if rest_period_s(self._count) > PERIOD_S:
+            self._calls.call_reporter(client, mine, self.reporter)
 
     def _publish(self, client: Client, slot: int) -> Beat:
         """Store this node's beat, its evidence if the watcher has left some, and a bundle of its
