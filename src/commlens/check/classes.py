@@ -60,6 +60,8 @@ def explore_classes(
 
 
 class _Search:
+    """The ranks that were run so far, and their classes."""
+
     def __init__(self, run: Run, world_size: int, ranks_per_node: int) -> None:
         self._run = run
         self._world = Dimension(1, world_size)
@@ -80,6 +82,7 @@ class _Search:
         self._fixed_peers = cache(self._find_fixed_peers)
 
     def result(self, also: Iterable[int]) -> Classes:
+        """Run ranks until the classes are known, or as many as allowed."""
         self._run_and_classify({0, self._size - 1, *also})
         # the roots of collectives of the whole world do something else than the other ranks
         self._run_and_classify(
@@ -191,6 +194,9 @@ class _Search:
                 self._class_of[rank] = self._find_class(sequence)
 
     def _find_class(self, sequence: RankSequence) -> int:
+        """Return the number of the class of a rank that was run; a new one, if it does what no
+        other rank does.
+        """
         for number, members in enumerate(self._members):
             if does_as(members[0], sequence, self._names):
                 members.append(sequence)
@@ -199,6 +205,9 @@ class _Search:
         return len(self._members) - 1
 
     def _note_dimensions(self) -> None:
+        """Note the dimensions along which ranks may differ: those of the groups that they use,
+        nodes, and the world.
+        """
         found = {
             dimension
             for sequence in self._ran.values()

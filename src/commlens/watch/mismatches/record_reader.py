@@ -1,4 +1,13 @@
-"""Reads one rank's new records for deferred verification."""
+"""Read one rank's new records for deferred verification.
+
+Each record becomes a call of ``SignatureComparison.add``, with what all ranks must have alike. For
+example, of rank 0::
+
+    record 41: all_reduce #57 of "dp"        add(<progress of "dp">, 57, rank 0, (3, 9, 12)):
+                                             signature 3, stack 9, step 12
+    record 42: send #6 to rank 1, tag 7      add(<progress of messages from 0 to 1 with tag 7>, 2,
+                                             rank 0, (5, 0, 0)): the second one with this tag
+"""
 
 from __future__ import annotations
 
@@ -136,6 +145,7 @@ class RecordReader:
         return len(records)
 
     def _compare(self, records: Sequence[Raw]) -> None:
+        """Hand each record to the comparison."""
         # The loop runs once per record of every rank: local names, and one look-up per blob.
         comparison, rank, heartbeat = self._comparison, self.rank, self.tail.heartbeat
         channels, signatures, stacks = self._channels, self._signatures, self._stacks
