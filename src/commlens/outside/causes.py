@@ -1,6 +1,17 @@
 """The faults of a job that is only seen from outside: which rank stands where no other rank stands,
 in which call. If all ranks wait in calls, the calls are compared.
 
+For example, of the stacks of a job of 4 ranks that was not recorded::
+
+    ranks 0, 1, 3    all_reduce at train.py:81
+    rank 2           sleep at data.py:12           Missing, culprit 2, confidence "high"
+
+    ranks 0, 1, 3    all_reduce at train.py:81
+    rank 2           broadcast at train.py:80      Mismatch of the op, culprit 2: the majority
+
+    ranks 0 to 3     all_reduce at train.py:81, ``step`` is 7 on rank 2 and 6 on the others
+                                                   Mismatch by rounds, culprit 2
+
 A pure function of the samples. Stacks hold no sequence numbers and no members of groups, so each
 cause says how sure it can be, and names no rank where the evidence does not decide.
 """
@@ -72,6 +83,7 @@ def none_waits(job: SeenJob) -> NoneWaits:
 
 
 def _dead(job: SeenJob) -> Found[Dead]:
+    """Return the ranks whose processes are gone."""
     ranks = sorted(job.gone)
     return Found(
         "dead",
@@ -133,6 +145,7 @@ def _confidence(job: SeenJob, places: int) -> tuple[Confidence, Doubt | None]:
 def _working(
     job: SeenJob, members: Sequence[RankSample], doubt: Doubt | None
 ) -> Found[Missing | Working]:
+    """Return that ranks at one place work while the others wait for them."""
     doing, ranks = job.doing[members[0].rank], ranks_of(members)
     working = Working(
         kind="waiting",
@@ -181,6 +194,7 @@ def _missing(
 
 
 def _unread(job: SeenJob) -> Found[Unrecorded]:
+    """Return the ranks whose stacks could not be read: the others may wait for them."""
     ranks = ranks_of(job.unread)
     return Found(
         "unread",
@@ -201,6 +215,7 @@ def _unread(job: SeenJob) -> Found[Unrecorded]:
 
 
 def _moving(job: SeenJob) -> Found[Working]:
+    """Return that calls of some ranks have ended and others begun meanwhile: the job goes on."""
     return Found(
         "moving",
         Working(
@@ -241,6 +256,9 @@ def _ring(job: SeenJob) -> Found[Cycle] | None:
 
 
 def _ring_of(job: SeenJob, members: Sequence[RankSample]) -> Found[Cycle]:
+    """Return the cause of ranks whose messages wait for each other. Of two, the one that is a round
+    ahead is to blame.
+    """
     ahead = _odd_round(members) if len(members) == 2 else None
     # which of them called in the wrong order cannot be seen
     culprits = [ahead.rank] if ahead is not None else []
@@ -279,6 +297,7 @@ def _unmet(job: SeenJob) -> Found[Missing] | None:
 
 
 def _unmet_cause(job: SeenJob, one: RankSample, other: RankSample) -> Missing:
+    """Return that a rank waits for a message of another one, which is in a call without it."""
     return Missing(
         kind="missing",
         why="skipped",
@@ -334,6 +353,9 @@ def _sides(job: SeenJob, stuck: Sequence[RankSample]) -> Found[Any]:
 def _disagreement(
     job: SeenJob, sides: Sequence[Sequence[RankSample]], stuck: Sequence[RankSample]
 ) -> Mismatch | Cycle:
+    """Return the cause of ranks that wait in different calls, each side in one: a cycle if it is
+    not decided which side is wrong, and each may wait for the other.
+    """
     odd, most = sides[0], sides[-1]
     other_round = _odd_round(stuck)
     decided = _is_decided(sides)
@@ -393,6 +415,9 @@ def _is_decided(sides: Sequence[Sequence[RankSample]]) -> bool:
 
 
 def _kind_of(odd: RankSample, most: RankSample, *, decided: bool) -> Kind:
+    """Return how the calls of two sides disagree: in the root or the op of one call, or they are
+    two calls.
+    """
     if odd.call is None or most.call is None:
         return "missing"
     if odd.path == most.path and odd.call.op == most.call.op and odd.call.root != most.call.root:
