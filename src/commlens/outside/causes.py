@@ -215,7 +215,9 @@ def _unread(job: SeenJob) -> Found[Unrecorded]:
 
 
 def _moving(job: SeenJob) -> Found[Working]:
-    """Return that calls of some ranks have ended and others begun meanwhile: the job goes on."""
+    """Return that ranks are in calls and moved between the two looks: the others wait for them,
+    and may go on.
+    """
     return Found(
         "moving",
         Working(
