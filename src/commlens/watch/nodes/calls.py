@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from commlens.watch.nodes.beat import Beat, key
@@ -90,16 +90,16 @@ class Calls:
         calls = stored(client, "call", [each % _KEPT for each in new])
         self.slots = {int(slot) for slot in calls.values() if slot.isdigit()}
 
-    def wake_others(self, client: Client, mine: Beat, others: Iterable[Beat]) -> None:
+    def wake_others(self, client: Client, mine: Beat, others: Callable[[], Iterable[Beat]]) -> None:
         """As the node that reports, wake the nodes that it asks, once for each request, or all if
-        it has news.
+        it has news. ``others`` returns the beats of all.
         """
         asked, news = mine.asked, mine.news[-1].number if mine.news else 0
         asks = asked.number if asked is not None else 0
         if (asks, news) != self._woke_for:
             only = asked.nodes if asked is not None and news == self._woke_for[1] else []
             self._woke_for = (asks, news)
-            wake(client, only or [beat.slot for beat in others])
+            wake(client, only or [beat.slot for beat in others()])
 
     def call_reporter(self, client: Client, mine: Beat, reporter: Beat | None) -> None:
         """Let the node that reports read this node's beat soon if it shows a death, or a wait while

@@ -721,7 +721,7 @@ class Nodes:
         if rest_period_s(self._count) > PERIOD_S and self._would_report_next() is None:
             self._calls.take(client)
             if rests_long(self._count):
-                self._calls.wake_others(client, mine, self.others)
+                self._calls.wake_others(client, mine, lambda: self.others)
         else:
             self._calls.slots = set()
         now = time.monotonic()
