@@ -74,7 +74,7 @@ def call(client: Client, slot: int) -> None:
 
 
 class Calls:
-    """The calls that this node gets and makes. All calls of it come from one thread."""
+    """The calls that this node gets and makes. Only the thread of the exchange uses it."""
 
     def __init__(self) -> None:
         self.slots: set[int] = set()  # of the nodes whose calls were taken last
@@ -97,6 +97,7 @@ class Calls:
         asked, news = mine.asked, mine.news[-1].number if mine.news else 0
         asks = asked.number if asked is not None else 0
         if (asks, news) != self._woke_for:
+            # news are for all; a request may be for a few
             only = asked.nodes if asked is not None and news == self._woke_for[1] else []
             self._woke_for = (asks, news)
             wake(client, only or [beat.slot for beat in others()])
@@ -107,6 +108,7 @@ class Calls:
         """
         if reporter is None:
             return
+        # of a wait that the reporter knows of, no call is needed
         wait = mine.wait_id if not reporter.wait_id else self._called_about[1]
         if (len(mine.dead), wait) != self._called_about:
             self._called_about = (len(mine.dead), wait)

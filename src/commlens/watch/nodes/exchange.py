@@ -165,7 +165,7 @@ class Nodes:
         self._gathered: dict[int, bytes] = {}  # by slot
         self._from_root: Collecting | None = None  # states, from the root of the tree
 
-    # --- the watcher's side
+    # --- the watcher's side: this node
 
     def meet(self, members: Sequence[Member], digests: Callable[[], Digests]) -> bool:
         """Describe this node's ranks to the other nodes; begin to meet these if that was not
@@ -261,6 +261,8 @@ class Nodes:
                 self._mine = msgspec.structs.replace(self._mine, **fields)
         if changed & {"dead", "finished", "ended"}:
             self._poke.set()
+
+    # --- the other nodes
 
     @property
     def port(self) -> int:
@@ -376,6 +378,8 @@ class Nodes:
         reporter = self.reporter
         return reporter.dump if reporter is not None else ""
 
+    # --- lines of one node that others print
+
     def announce(
         self, text: str, *, kind: str = "", abort: bool = False, to: Sequence[int] = ()
     ) -> None:
@@ -400,6 +404,8 @@ class Nodes:
         """
         view = self._view()
         return view is not None and self._disagreements.take(view, self._mine.digests, now)
+
+    # --- evidence
 
     def take_request(self) -> Request | None:
         """Return the request for evidence that this node must answer, only once."""
