@@ -1,5 +1,15 @@
-"""Diagnoses a running job, prints the verdict, saves dumps, and passes both on to other nodes and
+"""Diagnose a running job, print the verdict, save dumps, and pass both on to other nodes and
 systems.
+
+A stall, for example, makes the watcher call::
+
+    diagnose(stands_still=True)    collect the evidence of all nodes, and return the verdict
+    report(verdict)                print it here; its first line on the other nodes and worlds
+    save_dump()                    save the black boxes, the verdict and its page in ``dump_dir``
+    send_alert()                   pass the verdict and the dump's folder on to other systems
+
+A verdict on a fault that was reported before is not printed again: ``report_again`` prints a line
+that refers to it.
 """
 
 from __future__ import annotations
@@ -74,6 +84,7 @@ def say_to_stderr(message: str | Verdict) -> None:
 
 
 def _as_notice(verdict: Verdict) -> str:
+    """Return a verdict that claims no fault as one paragraph."""
     sentences = [
         verdict.summary,
         verdict.explanation,
@@ -179,6 +190,9 @@ class Reporter:
         return verdict
 
     def _diagnose_few(self) -> Verdict | None:
+        """Diagnose a few ranks in each state, if the job is large. None if that shows nothing that
+        holds for all, or if nodes have ended.
+        """
         few = self.evidence.collect_few()
         if few is None or few.vanished:
             return None
@@ -187,6 +201,9 @@ class Reporter:
         return verdict if counts_for_all(verdict, few.alike) else None
 
     def _diagnose_all(self) -> Verdict:
+        """Diagnose all ranks: first with their newest records, then with more where these do not
+        reach back far enough.
+        """
         self.examined = self.evidence.collect()
         verdict = self._judge()
         if self.examined.lacks_records and verdict.kind not in NOTHING_FOUND:
@@ -207,6 +224,7 @@ class Reporter:
         return self._judge(as_evidence(found.lost, found.vanished, found.first_rank))
 
     def _judge(self, lost_nodes: Sequence[LostNode] = ()) -> Verdict:
+        """Return the verdict on the evidence in ``examined``."""
         assert self._make_verdict is not None
         return self._make_verdict(
             self.examined.logs,
@@ -250,6 +268,7 @@ class Reporter:
         self._decide_action(verdict)
 
     def _keep(self, verdict: Verdict) -> None:
+        """Note the verdict that is printed now."""
         self.verdict = verdict
         self.verdict_stands = True
         if self.before_restart and verdict.is_fault and verdict.findings:
@@ -309,6 +328,7 @@ class Reporter:
         self.evidence.nodes.announce(line)
 
     def _announce(self, line: str, *, kind: str = "", abort: bool = False) -> None:
+        """Let the other nodes print a line, if this one reports for the job."""
         if self.evidence.nodes.reporter is None:
             self.evidence.nodes.announce(line, kind=kind, abort=abort)
 
@@ -364,6 +384,7 @@ class Reporter:
         self.otlp.wait()
 
     def _save_dump(self, reason: str) -> None:
+        """Save the ranks here, those of other nodes that sent their evidence, and the page."""
         settings = self._settings
         observations = self.evidence.observations()
         health = self.evidence.health_here()
