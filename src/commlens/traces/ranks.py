@@ -43,7 +43,7 @@ class TracedContent(NamedTuple):
 
     place: TracedPlace
     group_size: int
-    dtype: str | None
+    dtype: str
     input_bytes: int
     output_bytes: int
     reduce_op: str | None
@@ -435,7 +435,7 @@ def _count_sentence(these: str, others: str, found: list[tuple[TracedPlace, int,
     of both classes.
     """
     (op, group, phase, _), mine, theirs = found[0]
-    sites = sorted({place.site for place, _, _ in found if place.site is not None}, key=natural)
+    sites = sorted({site for (_, _, _, site), _, _ in found if site is not None}, key=natural)
     each = " each" if len(sites) > 1 else ""
     where = wording.within(phase, wording.fold(sites) or None)
     more = "more" if mine > theirs else "fewer"
