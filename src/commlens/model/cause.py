@@ -401,6 +401,8 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     outcome: Outcome
     activity: Doing  # of the ranks, which all do the same
     waits: list[Wait]  # for these ranks, the most waited for first
+    # how long the job has been held up, if threads beside the main ones have waited for longer
+    held_up_s: float | None = None
     timed_out: bool = False  # the wait ended at its timeout
     over: bool = False  # the culprits' processes have ended
     works_too_long: bool = False  # they visibly work, but for too long
@@ -441,6 +443,8 @@ class Working(Cause, tag="working", kw_only=True):
     activity: Doing  # of the ranks, which all do the same
     expected: bool = False  # they are in a block marked as slow
     waits: list[Wait]
+    # how long the job has been held up, if threads beside the main ones have waited for longer
+    held_up_s: float | None = None
     patience_s: float | None = None  # they count as stuck after this; None: there is no limit
 
 

@@ -35,6 +35,7 @@ from commlens.diagnosis.standstill import (
     may_go_on,
     stayed_ns,
 )
+from commlens.model.cause import Missing, Working
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.processes.observer import WINDOW_S
@@ -234,6 +235,15 @@ def _check_of(
         return None
     notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
+
+
+def _shortened(check: Check, verdict: Verdict) -> Check:
+    """Return a check with the age of the waits that its verdict is about: a thread may wait for a
+    command while its job goes on.
+    """
+    cause = verdict.cause
+    held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
+    return check if held_up_s is None else check._replace(age_s=held_up_s)
 
 
 class StallDetector:
@@ -462,6 +472,7 @@ class StallDetector:
         stall = self.stall
         assert stall is not None
         key = identity_of(verdict)
+        check = _shortened(check, verdict)
         is_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
         )

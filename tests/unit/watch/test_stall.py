@@ -13,6 +13,7 @@ from builders import Job, Stay, at, training
 from commlens.blackbox import layout as L
 from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.cause import Missing
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import GroupRef, Verdict
 from commlens.watch import stall as stall_module
@@ -85,6 +86,19 @@ def test_a_stall_is_confirmed_and_reported_once() -> None:
     check = update(detector, members, 111.2)
     assert check is not None
     assert not detector.add_verdict(check, MISSING), "it was reported before"
+
+
+def test_a_thread_may_wait_for_a_command_while_the_job_goes_on() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    assert update(detector, members, 140) is None
+    verdict = diagnose_logs(Job(2).run(training(at(1, 5, Stay(57, "load_batch")))).logs())
+    assert isinstance(verdict.cause, Missing)
+    for at_s, is_reported in ((150, False), (153, False), (172, True)):
+        check = update(detector, members, at_s)
+        assert check is not None
+        verdict.cause.held_up_s = at_s - 149.5
+        assert detector.add_verdict(check, verdict) is is_reported, at_s
 
 
 def test_the_processes_are_observed_before_a_wait_that_is_long_already_when_it_is_seen() -> None:

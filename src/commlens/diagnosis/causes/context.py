@@ -93,6 +93,33 @@ class Context:
             return 0
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
+    def longest_of(self, edges: Iterable[Edge]) -> int:
+        """Return the longest time that a rank has been waiting in its op of these edges, in ns; 0
+        if the records have no times.
+        """
+        ages = [0]
+        for edge in edges if not self.job.foreseen else ():
+            blocks = self._blocks([edge.rank])
+            same = [block for block in blocks if block.op.channel.key == edge.op.channel.key]
+            ages += [block.age_ns for block in same or blocks]
+        return max(ages)
+
+    def held_up_ns(self, waiting: Iterable[int], awaited: Iterable[int]) -> int:
+        """Return how long ranks have been held up by others that they wait for, in ns.
+
+        A thread beside the main one may wait for a command for hours: while the main threads of
+        its rank and of the awaited ranks issue collectives, it holds up nothing.
+        """
+        views, held_up, awaited = self.job.views, 0, list(awaited)
+        for view in (views[rank] for rank in waiting if rank in views):
+            for block in view.blocks.values():
+                age_ns, quiet_ns = block.age_ns, 0
+                if block.thread != view.main_thread and not block.op.channel.runs_ahead:
+                    logs = [view.log, *(views[rank].log for rank in awaited)]
+                    quiet_ns = max(map(activity.quiet_ns, logs))
+                held_up = max(held_up, min(age_ns, quiet_ns or age_ns))
+        return held_up
+
     def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:
         """Return whether one of these ranks has waited for so many stall timeouts that work is no
         excuse.
@@ -140,7 +167,7 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
     waits = []
     for (collective, _, source), same in alike.items():
         ranks = sorted({edge.rank for edge in same})
-        waited_s = context.longest_wait(ranks) / 1e9
+        waited_s = context.longest_of(same) / 1e9
         wait = Wait(ranks, collective, group_of(same[0].op), source, waited_s)
         waits.append((len(ranks) + others_like(same), wait))
     return [wait for _, wait in sorted(waits, key=lambda one: (-one[0], one[1].ranks))]
@@ -179,16 +206,29 @@ def processes_of(context: Context, ranks: Iterable[int]) -> list[ExitKind]:
     return [views[rank].exit.kind if rank in views else "unrecorded" for rank in ranks]
 
 
-def most_waited(edges: Sequence[Edge]) -> Edge:
+def most_waited(context: Context, edges: Sequence[Edge]) -> Edge:
     """Return the representative edge: of the instance in which most ranks wait, the one announced
-    first.
+    first. A wait counts only if the rank's main thread does not wait in a newer one.
     """
     ranks: Counter[Instance] = Counter()
     for edge in edges:
         ranks[edge.instance] += 1 + edge.others
     return min(
-        edges,
+        [edge for edge in edges if not _main_went_on(context, edge)] or edges,
         key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank),
+    )
+
+
+def _main_went_on(context: Context, edge: Edge) -> bool:
+    """Return whether a thread beside the main one waits, and the main one went on to wait in a
+    newer call.
+    """
+    view = context.job.views.get(edge.rank)
+    block = view.blocks.get(view.main_thread) if view is not None else None
+    return (
+        block is not None
+        and (edge.op.wait_thread or edge.op.issue_thread or block.thread) != block.thread
+        and block.op.announced_ns > edge.op.announced_ns
     )
 
 

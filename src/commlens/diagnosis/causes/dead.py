@@ -242,7 +242,7 @@ def _add_death(
         status=view.exit.status,
         doubt=doubt,
     )
-    op = most_waited(edges).op if edges else view.last_op
+    op = most_waited(context, edges).op if edges else view.last_op
     frame = view.exit.source or _last_line(view)
     context.cases.append(Case(cause, op, frame, edges, blocked, order=(moment,)))
 

@@ -167,7 +167,7 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
         edges = context.graph.edges_into(node)
         if node not in may_arrive and all(id(edge.op) in may_be_served for edge in edges):
             continue
-        first = most_waited(edges)
+        first = most_waited(context, edges)
         awaited = id(first.op) if first.is_from_any else first.instance
         groups[(awaited, node in may_arrive, doing.why, doing.frame)].append((node, doing))
     for members in sorted(groups.values(), key=lambda members: [node for node, _ in members]):
@@ -184,7 +184,7 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
     """
     for node in nodes:
         view = context.job.views[node.rank]
-        track = view.tracks.get(most_waited(context.graph.edges_into(node)).op.channel.key)
+        track = view.tracks.get(most_waited(context, context.graph.edges_into(node)).op.channel.key)
         of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
         if track is not None and track.thread in of_user - {view.main_thread}:
             view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
@@ -203,7 +203,7 @@ def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -
     """Return the absence of ranks that do the same thing."""
     absent = [node for node, _ in members]
     edges = context.graph.edges_into_all(absent)
-    edge = most_waited(edges)
+    edge = most_waited(context, edges)
     # a receive from any source is one wait, with an edge to each rank that may send
     same: list[Edge] = []
     elsewhere: list[Edge] = []
@@ -238,8 +238,8 @@ def _works_too_long(context: Context, node: WaitNode, doing: Activity) -> bool:
     edges = context.graph.edges_into(node)
     if any(context.timed_out(edge) for edge in edges):
         return True
-    limit = _patience_ns(context, node.rank, doing)
-    return limit is not None and context.longest_wait(edge.rank for edge in edges) >= limit
+    limit, waiting = _patience_ns(context, node.rank, doing), {edge.rank for edge in edges}
+    return limit is not None and context.held_up_ns(waiting, [node.rank]) >= limit
 
 
 def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
@@ -270,6 +270,7 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
         activity=doing_of(doing),
         expected=context.job.views[ranks[0]].log.expecting is not None,
         waits=waits_of(context, absence.all_edges),
+        held_up_s=_held_up_s(context, absence),
         patience_s=None if patience is None else patience / 1e9,
     )
     blocked = context.blocked_by([first])
@@ -320,6 +321,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         outcome=_outcome(context, absence, extra, blames_waiting=blames_waiting),
         activity=doing_of(absence.doing),
         waits=waits_of(context, absence.all_edges),
+        held_up_s=_held_up_s(context, absence),
         timed_out=context.timed_out(absence.edge),
         over=_have_ended(context, blamed),
         works_too_long=absence.doing.works and not _is_wait_over(absence.doing, absence.all_edges),
@@ -344,6 +346,13 @@ def _add_missing(context: Context, absence: Absence) -> None:
             ended_after=_ended_after(first, absence),
         )
     )
+
+
+def _held_up_s(context: Context, absence: Absence) -> float | None:
+    """Return how long the job has been held up; None if that is as long as the longest wait."""
+    waiting = sorted(set(absence.blocked) - set(absence.ranks))
+    held_up_ns = context.held_up_ns(waiting, absence.ranks)
+    return held_up_ns / 1e9 if held_up_ns < context.longest_wait(waiting) else None
 
 
 def _were_refused_elsewhere(context: Context, absence: Absence, blamed: Sequence[int]) -> bool:

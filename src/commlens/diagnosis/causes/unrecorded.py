@@ -82,7 +82,7 @@ def _alike(
         shared = all(waiter.kind == "at" for waiter in waiters)
         same_for = waiters if shared else frozenset({node})
         if same_for not in instances:
-            instances[same_for] = most_waited(context.graph.edges_into(node)).instance
+            instances[same_for] = most_waited(context, context.graph.edges_into(node)).instance
         groups[(instances[same_for], node.kind, _record_of(context, node.rank))].append(node)
     return groups
 
@@ -112,7 +112,7 @@ def _add_unrecorded(
     """
     ranks = [node.rank for node in nodes]
     edges, blocked = context.graph.edges_into(nodes[0]), context.blocked_by(nodes)
-    op = most_waited(edges).op
+    op = most_waited(context, edges).op
     reason = _reason(context, ranks, op, record, dead=dead)
     culprits = _culprits(context, nodes, reason)
     # of a rank whose log says nothing, it is not even known that it waits

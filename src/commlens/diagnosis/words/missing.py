@@ -478,7 +478,7 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
     ranks, frame = cause.ranks, absence.doing.frame
     subject = ranks_phrase(ranks)
     they_wait = ranks_and_verb(absence.waiting, "waits", "wait")
-    waited = context.longest_wait(absence.waiting)
+    waited = context.longest_of(absence.edges)
     so_far = f", {duration(waited)} so far" if waited else ""
     serves = absence.doing.state == "serves"
     why = ": the reason is unknown" if cause.activity.unclear and not serves else ""

@@ -65,7 +65,7 @@ def _silent(context: Context, case: Case[Unrecorded]) -> Words:
     The watchdog of a rank that waited as well would have told it, unless it could not run. So a
     single such rank is the suspect.
     """
-    ranks, op = case.cause.ranks, most_waited(case.edges).op
+    ranks, op = case.cause.ranks, most_waited(context, case.edges).op
     subject = ranks_phrase(ranks)
     known = any(rank in context.job.views for rank in ranks)
     cause = (
@@ -188,7 +188,7 @@ def _left_nothing(context: Context, case: Case[Unrecorded]) -> Words:
 
 
 def _not_started(context: Context, case: Case[Unrecorded]) -> Words:
-    ranks, op = case.cause.ranks, most_waited(case.edges).op
+    ranks, op = case.cause.ranks, most_waited(context, case.edges).op
     subject, size = ranks_phrase(ranks), len(op.channel.group.all_ranks)
     waiting = sorted({edge.rank for edge in case.edges})
     return Words(
@@ -209,7 +209,7 @@ def _not_started(context: Context, case: Case[Unrecorded]) -> Words:
 
 
 def _fewer_than_expected(context: Context, case: Case[Unrecorded]) -> Words:
-    ranks, op = case.cause.ranks, most_waited(case.edges).op
+    ranks, op = case.cause.ranks, most_waited(context, case.edges).op
     return Words(
         summary=(
             f"{_they_wait(context, case)} for {len(op.channel.group.all_ranks)} ranks, like all"
@@ -286,7 +286,7 @@ def _last_is_unknown(case: Case[Unrecorded]) -> str:
 
 def _start_step(context: Context, case: Case[Unrecorded]) -> str:
     waiting = min(edge.rank for edge in case.edges)
-    origin = _origin_of_size(context.job.views[waiting].log, most_waited(case.edges).op)
+    origin = _origin_of_size(context.job.views[waiting].log, most_waited(context, case.edges).op)
     subject = ranks_phrase(case.cause.ranks)
     return f"start {subject}, or correct the number of ranks{f': {origin}' if origin else ''}"
 

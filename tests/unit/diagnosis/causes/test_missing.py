@@ -6,15 +6,16 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from builders import Die, Job, Stay, Step, all_reduce, at, collective, recv, training
+from builders import Die, Job, S, Stay, Step, all_reduce, at, collective, recv, training
 from goldens import hold
 from judging import blame, judge
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.index.activity import quiet_ns
 from commlens.diagnosis.standstill import cannot_go_on
+from commlens.model.cause import Missing, Working
 from commlens.model.collective import Channel, Frame, FrameKind, LearnedHow, State
-from commlens.model.ranklog import End, Observation, ThreadStack
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 
 SLEEP = Stay(57, "load_batch")
 
@@ -753,3 +754,46 @@ def test_a_rank_that_ends_in_a_job_without_optimizer_steps() -> None:
     assert blame(verdict)[2:] == ([2], "train.py:20")
     assert "Join" not in verdict.next_step
     hold("missing/ends-without-steps", verdict)
+
+
+def listening() -> list[RankLog]:
+    """Threads of ranks 1 and 2 wait for a command of rank 0, which loads data; the main threads
+    train.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        control = job.group("control", [0, 1, 2])
+        if rank:
+            yield collective(
+                "broadcast", control, line=7, root=0, is_async=True, handle="c", thread=77
+            )
+        for i in range(5):
+            if (rank, i) == (0, 4):
+                yield SLEEP
+            yield all_reduce(job.world, line=20)
+
+    logs = Job(3).run(program).logs()
+    for log in logs[1:]:
+        command = log.collectives[0]
+        command.announced_ns -= 600 * S
+        command.wait_began_ns, command.wait_thread = command.announced_ns, 77
+    return logs
+
+
+def test_a_thread_that_waits_for_a_command_holds_up_nothing() -> None:
+    verdict = judge(listening())
+    assert blame(verdict) == ("missing", "data-loading", [0], "train.py:57")
+    assert verdict.collective is not None and verdict.collective.op == "all_reduce"
+    assert isinstance(verdict.cause, Missing)
+    assert verdict.cause.held_up_s is not None and verdict.cause.held_up_s < 100
+    hold("missing/beside-a-thread-that-waits", verdict)
+
+
+def test_a_rank_that_works_is_not_late_for_a_command() -> None:
+    logs = listening()
+    logs[0].observation = msgspec.structs.replace(
+        logs[0].observation, cpu_s=4.0, window_s=5.0, stack_moved=True
+    )
+    verdict = judge(logs)
+    assert isinstance(verdict.cause, Working)
+    assert verdict.cause.held_up_s is not None and verdict.cause.held_up_s < 100
