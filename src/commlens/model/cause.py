@@ -446,6 +446,7 @@ class Working(Cause, tag="working", kw_only=True):
     # how long the job has been held up, if threads beside the main ones have waited for longer
     held_up_s: float | None = None
     patience_s: float | None = None  # they count as stuck after this; None: there is no limit
+    wakes_in_s: float | None = None  # they sleep, the last one for so much longer
 
 
 NoRecord = Literal[

@@ -186,6 +186,8 @@ class Observation(msgspec.Struct):
     unsent_bytes: int | None = None  # written to TCP connections, and not taken by the other side
     # what its main thread waited for in the kernel at the last observation, in words
     waits_for: str = ""
+    wakes_in_s: float = 0.0  # its main thread sleeps for so much longer; 0: unknown, or it does not
+    sleeps_s: float = 0.0  # the length of that sleep, as far as it was seen
     waits_for_pid: int = 0  # the process that holds the lock that it waited for, if it is known
     stack_moved: bool | None = None  # the main thread's stack changed within the window
     # of the collective that it waits in; None: the watcher has not learned it

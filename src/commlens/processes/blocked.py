@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+import struct
+import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from commlens.processes.connections import tcp_rows
@@ -72,6 +75,8 @@ _CALLS: Final = {
 }
 """Numbers of system calls that wait for one thing, by machine."""
 _WAIT4: Final = {61, 260}  # its first argument is the pid; the second one of waitid
+_CLOCK_NANOSLEEP: Final = {230, 115}
+_UNTIL: Final = [time.CLOCK_MONOTONIC, 1]  # the clock, and that the time is a moment of it
 _COMMAND_MAX: Final = 80
 
 
@@ -80,17 +85,19 @@ class ProcessWait(NamedTuple):
 
     text: str = ""  # "it waits to read from a pipe"; empty if it does not show
     holder: int = 0  # of a lock: the process that has it, if it is known
+    wakes_ns: int = 0  # of a sleep: CLOCK_MONOTONIC, at which it ends; 0: unknown
 
 
 def waits_for(pid: int) -> ProcessWait:
     """Return what the main thread of a process waits for."""
     fields = (read_text(f"/proc/{pid}/syscall") or "").split()
-    if len(fields) < 3 or not fields[0].isdecimal():
+    if len(fields) < 4 or not fields[0].isdecimal():
         return ProcessWait()
-    number, arguments = int(fields[0]), [int(field, 16) for field in fields[1:3]]
+    number, arguments = int(fields[0]), [int(field, 16) for field in fields[1:4]]
     call = _CALLS.get(os.uname().machine, {}).get(number, "")
     if call == "sleep":
-        return ProcessWait("it sleeps")
+        until_ns = _deadline_ns(pid, arguments) if number in _CLOCK_NANOSLEEP else 0
+        return ProcessWait("it sleeps", wakes_ns=until_ns)
     if call == "select":  # up to Python 3.10, time.sleep is a select without files
         return ProcessWait("" if arguments[0] else "it sleeps")
     if call == "wait":
@@ -101,6 +108,21 @@ def waits_for(pid: int) -> ProcessWait:
     if call == "lock":
         return _lock(pid, arguments[0])
     return ProcessWait(_file(pid, call, arguments[0]) if call else "")
+
+
+def _deadline_ns(pid: int, arguments: Sequence[int]) -> int:
+    """Return until when ``time.sleep`` of Python 3.11 or later sleeps, CLOCK_MONOTONIC ns; 0 if it
+    is another sleep, or its memory cannot be read.
+    """
+    if arguments[:2] != _UNTIL:
+        return 0
+    try:
+        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:  # noqa: PTH123
+            memory.seek(arguments[2])
+            seconds, ns = struct.unpack("@ql", memory.read(16))
+    except (OSError, ValueError, OverflowError, struct.error):
+        return 0
+    return int(seconds * 1_000_000_000 + ns)
 
 
 def _child(pid: int, child: int) -> str:

@@ -93,6 +93,9 @@ class _Subject:
     served: int = 0  # bytes that a store in which watchers meet has moved so far
     unsent: int = 0  # bytes that its connections' other sides have not acknowledged
     pressure: float | None = None  # of memory, percent
+    # when the sleep of its main thread ends, and when that sleep was first seen; CLOCK_MONOTONIC
+    wakes_ns: int = 0
+    asleep_ns: int = 0
     libraries: list[str] = field(default_factory=list)  # that communicate past torch
     libraries_at: float = -_LIBRARIES_EVERY_S  # time.monotonic()
     pending: pyspy.InBackground[pyspy.Stacks] | None = None  # a py-spy that runs
@@ -313,7 +316,12 @@ class Observer:
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
         if last_sample.state == "S" and not seen.stack_moved:
-            seen.waits_for, seen.waits_for_pid = blocked.waits_for(subject.pid)
+            seen.waits_for, seen.waits_for_pid, wakes_ns = blocked.waits_for(subject.pid)
+            if wakes_ns != subject.wakes_ns:
+                subject.wakes_ns, subject.asleep_ns = wakes_ns, now
+            if wakes_ns > now:
+                seen.wakes_in_s = round((wakes_ns - now) / 1e9, 3)
+                seen.sleeps_s = round((wakes_ns - subject.asleep_ns) / 1e9, 3)
         return seen
 
     @staticmethod

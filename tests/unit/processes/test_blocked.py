@@ -141,3 +141,11 @@ def test_nothing_of_a_process_that_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert not waits_for(process.pid).text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="time.sleep was a select")
+def test_when_a_sleep_ends(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    process = start(started, "import time; time.sleep(100)", tmp_path)
+    eventually(process, "it sleeps")
+    left_s = (waits_for(process.pid).wakes_ns - time.monotonic_ns()) / 1e9
+    assert 80 < left_s < 100

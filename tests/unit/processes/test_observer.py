@@ -16,7 +16,7 @@ from watch_ranks import eventually
 
 from commlens.blackbox import job_dirs
 from commlens.model.collective import FrameKind
-from commlens.model.ranklog import End
+from commlens.model.ranklog import End, Observation
 from commlens.processes import process, pyspy
 from commlens.processes.observer import Observer, Pulse
 
@@ -209,6 +209,23 @@ def spin(core: int, nice: int) -> subprocess.Popen[str]:
     assert started.stdout is not None
     started.stdout.readline()
     return started
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="time.sleep was a select")
+def test_one_long_sleep_is_told_from_one_after_another() -> None:
+    for code, least_s in (("time.sleep(60)", 50.0), ("\nwhile True: time.sleep(0.7)", 0.0)):
+        with subprocess.Popen([sys.executable, "-c", f"import time; {code}"]) as sleeper:
+            observer = observer_of(sleeper)
+            found: list[Observation] = []
+            while len(found) < 2:
+                time.sleep(0.4)
+                observer.sample(sleeper.pid, pulse())
+                seen = observer.observe(sleeper.pid)
+                found += [seen] if seen.wakes_in_s else []
+            sleeper.kill()
+        lasts_s, again_s = (one.sleeps_s for one in found)
+        assert (abs(lasts_s - again_s) < 0.01) is bool(least_s), found
+        assert least_s <= found[1].wakes_in_s <= again_s
 
 
 def test_a_thread_without_a_core_is_not_kept_out_by_the_gil() -> None:

@@ -13,7 +13,7 @@ The ranks that do not come are an :class:`Absence`: rank 2, its activity, and th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -155,6 +155,7 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
     _follow_awaited_threads(context, nodes)
     activities = {node: context.doing(context.job.views[node.rank]) for node in nodes}
     may_arrive = {node for node, doing in activities.items() if _may_arrive(context, node, doing)}
+    may_arrive |= _sleep_beside(context, activities, may_arrive)
     # receives from any source whose message a working rank may still send: there, no other rank is
     # missing
     may_be_served = {
@@ -191,12 +192,40 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
-    """Return whether an absent rank works, and may still arrive."""
-    return (
-        doing.works
-        and not _is_wait_over(doing, context.graph.edges_into(node))
-        and not _works_too_long(context, node, doing)
-    )
+    """Return whether an absent rank works or sleeps, and may still arrive."""
+    edges = context.graph.edges_into(node)
+    if _is_wait_over(doing, edges) or any(context.timed_out(edge) for edge in edges):
+        return False
+    waited_ns = context.held_up_ns({edge.rank for edge in edges}, [node.rank])
+    if doing.works:
+        limit = _patience_ns(context, node.rank, doing)
+        return limit is None or waited_ns < limit
+    # One long sleep ends at a known time; a thread that polls sleeps again and again.
+    seen = context.job.views[node.rank].log.observation
+    is_one = seen.wakes_in_s > 0 and seen.sleeps_s >= waited_ns / 2e9
+    until_ns = waited_ns + seen.wakes_in_s * 1e9
+    return is_one and doing.state == "runs" and until_ns < TOO_LONG * context.job.stall_timeout_ns
+
+
+def _sleep_beside(
+    context: Context, activities: Mapping[WaitNode, Activity], may_arrive: Set[WaitNode]
+) -> set[WaitNode]:
+    """Return the absent ranks that sleep while another one visibly works, for which the same
+    collective waits: they may poll for what it makes.
+    """
+    awaited = {node: most_waited(context, context.graph.edges_into(node)) for node in activities}
+    busy = {
+        awaited[node].instance
+        for node in may_arrive
+        if activities[node].works and not activities[node].unclear
+    }
+    return {
+        node
+        for node, doing in activities.items()
+        if awaited[node].instance in busy
+        and doing.state == "runs"
+        and context.job.views[node.rank].log.observation.wakes_in_s > 0
+    }
 
 
 def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
@@ -231,19 +260,9 @@ def _is_wait_over(doing: Activity, edges: Iterable[Edge]) -> bool:
     )
 
 
-def _works_too_long(context: Context, node: WaitNode, doing: Activity) -> bool:
-    """Return whether a rank has worked for so long while others wait that it may never arrive: it
-    may be in an endless loop.
-    """
-    edges = context.graph.edges_into(node)
-    if any(context.timed_out(edge) for edge in edges):
-        return True
-    limit, waiting = _patience_ns(context, node.rank, doing), {edge.rank for edge in edges}
-    return limit is not None and context.held_up_ns(waiting, [node.rank]) >= limit
-
-
 def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
-    """Return how long others may wait for a working rank, in ns, before it counts as stuck.
+    """Return how long others may wait for a working rank, in ns, before it counts as stuck: it may
+    be in an endless loop.
 
     None: visible compilation, a checkpoint that is being written, a block marked as slow and a
     server without a request may take any time, but not longer than the process group's timeout.
@@ -272,6 +291,9 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
         waits=waits_of(context, absence.all_edges),
         held_up_s=_held_up_s(context, absence),
         patience_s=None if patience is None else patience / 1e9,
+        wakes_in_s=None
+        if doing.works
+        else max(context.job.views[rank].log.observation.wakes_in_s for rank in ranks),
     )
     blocked = context.blocked_by([first])
     op = absence.edge.op
@@ -654,9 +676,14 @@ def _count_at_line(context: Context, absence: Absence) -> int:
 
 
 def _polls_lock(frames: Stack) -> bool:
-    """Return whether a thread is in the ``filelock`` library, which polls."""
+    """Return whether a thread is in the ``filelock`` library or torch's ``FileBaton``, which
+    poll.
+    """
     library = takewhile(lambda frame: frame.kind is not FrameKind.USER, frames)
-    return any("/filelock/" in frame.file for frame in library)
+    return any(
+        frame.file.endswith("/torch/utils/file_baton.py") or "/filelock/" in frame.file
+        for frame in library
+    )
 
 
 def _by_majority(context: Context, absence: Absence) -> Decision | None:

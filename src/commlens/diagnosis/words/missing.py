@@ -493,6 +493,7 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
             f" {phrases.last(context, ranks[0])}.",
             *about_waits(context, absence),
             _limit(cause),
+            _wakes(cause),
         ),
         next_step=(
             f"wait; if {subject} should not take this long, look at {frame_phrase(frame)}"
@@ -504,7 +505,16 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
     )
 
 
+def _wakes(cause: Working) -> str:
+    if (cause.wakes_in_s or 0.0) < 1:
+        return ""
+    they = verb(cause.ranks, "It wakes", "They wake")
+    return f"{they} in {duration(round((cause.wakes_in_s or 0.0) * 1e9))}."
+
+
 def _work(context: Context, cause: Working) -> str:
+    if cause.wakes_in_s is not None:
+        return "asleep"
     if cause.activity.unclear:
         work = _NO_WORK.get(cause.why, "sending data that nobody takes")
         return f"{work} and {verb(cause.ranks, 'shows', 'show')} no work"

@@ -725,9 +725,12 @@ def test_a_thread_that_nothing_wakes() -> None:
     hold("missing/nothing-wakes-it", verdict)
 
 
-def test_a_lock_that_is_polled_may_be_held_by_a_rank_that_waits() -> None:
+@pytest.mark.parametrize(
+    "file", ["/site-packages/filelock/_api.py", "/site-packages/torch/utils/file_baton.py"]
+)
+def test_a_lock_that_is_polled_may_be_held_by_a_rank_that_waits(file: str) -> None:
     """Rank 0 waits in a barrier while it holds the lock of a file: the other one is not to blame."""
-    library = Frame("/site-packages/filelock/_api.py", 9, "acquire", FrameKind.LIBRARY)
+    library = Frame(file, 9, "acquire", FrameKind.LIBRARY)
 
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, line=20)
@@ -797,3 +800,44 @@ def test_a_rank_that_works_is_not_late_for_a_command() -> None:
     verdict = judge(logs)
     assert isinstance(verdict.cause, Working)
     assert verdict.cause.held_up_s is not None and verdict.cause.held_up_s < 100
+
+
+@pytest.mark.parametrize(
+    ("wakes_in_s", "sleeps_s", "kind"),
+    [
+        pytest.param(20.0, 40.0, "waiting", id="one-sleep"),
+        pytest.param(2.0, 3.0, "missing", id="a-loop-of-sleeps"),
+        pytest.param(3000.0, 3020.0, "missing", id="for-too-long"),
+    ],
+)
+def test_a_rank_that_sleeps_until_a_known_time(
+    wakes_in_s: float, sleeps_s: float, kind: str
+) -> None:
+    logs = Job(4).run(training(at(1, 5, Stay(57, "throttle")))).logs()
+    logs[1].observation = msgspec.structs.replace(
+        logs[1].observation, wakes_in_s=wakes_in_s, sleeps_s=sleeps_s, waits_for="it sleeps"
+    )
+    verdict = judge(logs)
+    assert verdict.kind == kind
+    if kind == "waiting":
+        hold("waiting/asleep", verdict)
+
+
+def test_a_rank_that_polls_while_another_one_works_is_not_missing() -> None:
+    """Rank 1 compiles an extension, rank 2 polls until the file of its lock is gone."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank in (1, 2):
+            yield Stay(57 + rank, "load_extension")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(3).run(program).logs()
+    logs[2].observation = msgspec.structs.replace(
+        logs[2].observation, wakes_in_s=0.05, sleeps_s=0.1, waits_for="it sleeps"
+    )
+    assert judge(logs).kind == "missing"
+    logs[1].observation = msgspec.structs.replace(logs[1].observation, children_cpu_s=4.0)
+    verdict = judge(logs)
+    assert verdict.kind == "waiting"
+    assert not any(finding.culprits for finding in verdict.findings)
