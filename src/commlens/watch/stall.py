@@ -74,6 +74,7 @@ FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank h
 # fallen quiet
 FINISHED_LOOKS: Final = 4
 _NEW_PAUSE_NS: Final = 2_000_000_000  # so long after the last one, a pause is another one
+_APART_NS: Final = 1_000_000_000  # between the beginnings of two waits
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
@@ -186,6 +187,7 @@ class Stall:
     dumps: int = 0  # that the watcher has saved
     early_looks: int = 0  # before the stall timeout
     is_mentioned: bool = False  # in a notice before the stall timeout
+    is_over: bool = False  # as a later verdict shows
     standstill: Standstill = field(default_factory=Standstill)
 
 
@@ -290,14 +292,14 @@ class StallDetector:
 
     def take_ended(self, waiting: Sequence[OpenWait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
-        stall = self.stall
+        stall, oldest_ns = self.stall, min((wait.since_ns for wait in waiting), default=now_ns)
         if (
             stall is None
             or stall.verdict is None
-            or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns
+            or not (stall.is_over or oldest_ns > stall.since_ns)
         ):
             return None
-        self.stall = None
+        self.stall, stall.is_over = None, False
         return stall
 
     def update(
@@ -471,8 +473,11 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key = identity_of(verdict)
-        check = _shortened(check, verdict)
+        key, shortened = identity_of(verdict), _shortened(check, verdict)
+        if shortened is not check:
+            check, began_ns = shortened, int((check.now - shortened.age_s) * 1e9)
+            stall.is_over = stall.verdict is not None and began_ns > stall.since_ns + _APART_NS
+            stall.since_ns = stall.since_ns if stall.verdict is not None else began_ns
         is_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
         )
