@@ -544,6 +544,7 @@ class Unwritten(Cause, tag="unwritten", kw_only=True):
     written_before: bool  # the culprit wrote such keys before, and now waits for these ranks
     # the ranks wait for a TCPStore to be made: whether a process listens at its address
     listens: bool | None = None
+    agent: bool = False  # torch made every rank a client, as the launcher's environment asks
     # the group made by hand, with a store at another address, in which all other ranks wait
     elsewhere: GroupName | None = None
 

@@ -276,6 +276,7 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
         decision = by_majority(sides) or UNDECIDED
         culprits = list(decision.culprits)
+        agent = listens is False and all(_is_client_of_agent(context, rank) for rank in ranks)
         cause = Unwritten(
             # a server that has just begun to listen: its clients try again only after a pause
             kind="waiting" if listens and not context.waits_too_long(ranks) else "missing",
@@ -284,16 +285,26 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
             culprits=culprits,
             blamed_by=decision.by,
             victims=sorted({*ranks, *blocked} - {*culprits}),
-            confidence="medium" if culprits else "low",
+            confidence="medium" if culprits or agent else "low",
             key=op.channel.group.name,
             ranks=ranks,
             waits=waits_of(context, edges),
             written_before=False,
             listens=listens,
+            agent=agent,
             elsewhere=elsewhere,
         )
         case = UnwrittenCase(cause, op, op.source, edges, blocked, involved=sorted(waiting))
         context.cases.append(case)
+
+
+def _is_client_of_agent(context: Context, rank: int) -> bool:
+    """Return whether torch chose that a rank makes no store, since its launcher has one."""
+    log = context.job.views[rank].log
+    seen, stack = log.observation.store, log.main_stack
+    frames = stack.frames if stack is not None else ()
+    chosen = any(frame.function == "_create_c10d_store" for frame in frames)
+    return chosen and seen is not None and seen.agent
 
 
 def _rest_of_group(context: Context, ranks: list[int], op: Collective) -> GroupName | None:

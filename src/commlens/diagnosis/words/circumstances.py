@@ -51,7 +51,8 @@ def with_lost_nodes(cause: Cause, words: Words) -> Words:
     )
 
 
-_AGENT = (
+LAUNCHERS_STORE = "the launcher's MASTER_ADDR and MASTER_PORT"
+AGENT = (
     "TORCHELASTIC_USE_AGENT_STORE=True, which torchrun sets, makes every rank a client of the"
     " launcher's store, so no rank makes one"
 )
@@ -75,7 +76,7 @@ def with_init_meeting(words: Words, cause: Cause) -> Words:
     evidence = [*words.evidence, _came_sentence(meeting)]
     if meeting.listens is not None:
         who = "A process listens" if meeting.listens else "Nobody listens"
-        why = f": {_AGENT}" if meeting.agent and not meeting.listens else ""
+        why = f": {AGENT}" if meeting.agent and not meeting.listens else ""
         evidence.append(f"{who} at {meeting.address}{why}.")
     if not (isinstance(cause, StuckInside) and meeting.again and meeting.listens):
         return words._replace(evidence=evidence)
@@ -96,10 +97,10 @@ def _came_sentence(meeting: InitMeeting) -> str:
 
 def _nobody_listens(words: Words, meeting: InitMeeting) -> Words:
     maker = rank_phrase(meeting.maker)
-    why = _AGENT if meeting.agent else f"{maker} is to make the store there, and has not"
+    why = AGENT if meeting.agent else f"{maker} is to make the store there, and has not"
     step = (
-        "leave out init_method, so that the ranks meet at the launcher's MASTER_ADDR and"
-        f" MASTER_PORT, or pass {_MAKE_A_STORE}"
+        f"leave out init_method, so that the ranks meet at {LAUNCHERS_STORE}, or pass"
+        f" {_MAKE_A_STORE}"
         if meeting.agent
         else f"look at what {maker} does in init_process_group, or pass {_MAKE_A_STORE}"
     )

@@ -11,6 +11,7 @@ from commlens.diagnosis.causes.context import Case, Context, most_waited
 from commlens.diagnosis.causes.unrecorded import UnwrittenCase
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
+from commlens.diagnosis.words.circumstances import AGENT, LAUNCHERS_STORE
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.phrases import activity_words, exit_words, prose
 from commlens.model.cause import Unrecorded
@@ -384,6 +385,8 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
             "look at the process that listens there (ss -ltnp): it does not answer, or has come"
             " only now, and a client tries to connect again only after a pause"
         )
+    elif case.cause.agent:
+        step = f"leave out init_method, or pass env://, so that the ranks meet at {LAUNCHERS_STORE}"
     elif op.op == STORE_CLIENT:
         step = "find the process that is to make the store there, or correct the address"
     else:
@@ -392,6 +395,7 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
         summary=summary,
         explanation=prose(
             phrases.how_long_they_wait(context, case.edges),
+            f"{AGENT}." if case.cause.agent else "",
             phrases.blocked_behind(ranks, case.blocked),
             _sentence_on_others(context, case.involved),
         ),

@@ -8,7 +8,7 @@ from builders import MS, START, S
 from goldens import hold
 from starting_ranks import WORLD, call, in_store, init, key, rank, verdict, wrote
 
-from commlens.model.collective import State
+from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ops import STORE_CLIENT, STORE_SERVER
 from commlens.model.ranklog import End, Observation, RankLog, StoreSeen
 
@@ -162,6 +162,25 @@ def test_nobody_is_blamed_for_a_store_that_another_process_may_make(listens: boo
     assert (found.kind, found.culprits, found.victims) == (kind, [], [0, 1, 2, 3])
     assert found.cause.listens is listens
     hold(f"missing/store-of-an-unknown-process-{listens}".lower(), found)
+
+
+def test_no_rank_makes_the_store_that_torch_takes_for_the_launchers() -> None:
+    """As by ``init_rpc(init_method="tcp://...")`` under torchrun."""
+    logs = [in_constructor(number) for number in range(4)]
+    for log in logs:
+        log.stall_timeout_s = 10.0
+        store = StoreSeen("localhost:29600", listens=False, agent=True)
+        log.observation = msgspec.structs.replace(log.observation, store=store)
+    assert not verdict(*logs).cause.agent
+    for log in logs:
+        frame = Frame(
+            "/torch/distributed/rendezvous.py", 190, "_create_c10d_store", FrameKind.TORCH
+        )
+        [stack] = log.stacks
+        log.stacks = [msgspec.structs.replace(stack, frames=(frame, *stack.frames))]
+    found = verdict(*logs)
+    assert found.culprits == [] and found.cause.agent
+    hold("missing/store-of-the-launcher", found)
 
 
 @pytest.mark.parametrize(
