@@ -214,6 +214,8 @@ class _RankIndexer:
         newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
         if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
             return
+        if newest.state is State.FAILED and "DistNetworkError" in (view.log.exception or ""):
+            newest.error = view.log.exception
         if newest.state is not State.COMPLETED:
             how: How = "issue" if newest.in_flight else "failed"
             self._block_in_call(newest, how, newest.issue_thread or view.main_thread)

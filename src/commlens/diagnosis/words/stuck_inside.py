@@ -189,6 +189,12 @@ def _never_started(context: Context, case: StuckCase) -> Words:
     )
 
 
+_STORE_LOST = (
+    "find out why the process of the job's store has ended, that of rank 0 unless the launcher"
+    " serves it: these ranks do not reach it any more"
+)
+
+
 def _no_progress(context: Context, case: StuckCase) -> Words:
     cause, entered = case.cause, case.entered
     inside = [rank for rank in cause.ranks if rank not in cause.completed_on]
@@ -202,6 +208,8 @@ def _no_progress(context: Context, case: StuckCase) -> Words:
         next_step=(
             compare_step(entered.op, question)
             if question
+            else _STORE_LOST
+            if entered.op.is_setup and "DistNetworkError" in (entered.op.error or "")
             else stuck_step(entered.op, _views_of_transfer(cause, entered))
         ),
         evidence=[*_errors(entered), *_seen_by_nccl(cause)],

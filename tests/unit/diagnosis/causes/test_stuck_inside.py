@@ -7,6 +7,8 @@ import pytest
 from builders import Job, training
 from goldens import hold
 from judging import judge
+from starting_ranks import WORLD, groups, init
+from starting_ranks import rank as starting_rank
 
 from commlens.model.collective import Channel, CollectiveArgs, LearnedHow, State
 from commlens.model.ranklog import End, Observation, RankLog
@@ -152,3 +154,20 @@ def test_no_rank_is_named_for_a_short_stop_or_a_pause(
         stop(logs[rank], seconds, window_s=window_s)
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == ("waiting", [])
+
+
+def test_ranks_that_lose_the_store_while_they_make_a_group() -> None:
+    """Rank 0, which serves the store, has finished. No rank waits for another one."""
+    logs = []
+    for number in range(WORLD):
+        log = starting_rank(
+            number, init(), *(groups([1, 2, 3]) if number else []), inside=bool(number)
+        )
+        ended = Observation(End.CLEAN if number == 0 else End.FAILED, 1 if number else 0)
+        log.observation = msgspec.structs.replace(ended, ended_ns=log.captured_ns)
+        if number:
+            log.setups[-1].state, log.exception = State.FAILED, "DistNetworkError: Broken pipe"
+        logs.append(log)
+    found = judge(logs)
+    assert (found.kind, found.culprits, found.victims) == ("stuck-inside", [], [1, 2, 3])
+    hold("stuck-inside/store-lost", found)
