@@ -481,7 +481,9 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
     waited = context.longest_of(absence.edges)
     so_far = f", {duration(waited)} so far" if waited else ""
     serves = absence.doing.state == "serves"
-    why = ": the reason is unknown" if cause.activity.unclear and not serves else ""
+    waits = [sign.about for sign in absence.doing.signs if sign.kind == "waits-for"]
+    reason = "".join(waits) if len(ranks) == 1 and waits else "the reason is unknown"
+    why = f": {reason}" if cause.activity.unclear and not serves else ""
     work = "waiting in an event loop" if serves else _work(context, cause)
     return Words(
         summary=(

@@ -841,3 +841,12 @@ def test_a_rank_that_polls_while_another_one_works_is_not_missing() -> None:
     verdict = judge(logs)
     assert verdict.kind == "waiting"
     assert not any(finding.culprits for finding in verdict.findings)
+
+
+def test_a_rank_that_saves_and_shows_no_work_waits_for_its_child() -> None:
+    logs = Job(4).run(training(at(1, 5, Stay(71, "save_checkpoint")))).logs()
+    waits = "it waits for its child process 9 (tar c out)"
+    logs[1].observation = msgspec.structs.replace(logs[1].observation, waits_for=waits)
+    verdict = judge(logs)
+    assert verdict.kind == "waiting"
+    assert verdict.summary.endswith(f"so far: {waits}")
