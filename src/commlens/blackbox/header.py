@@ -59,6 +59,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     gave_up_mono_ns: int
     timed_mono_ns: int  # when it last read durations on devices; 0: never
     exception: int  # blob
+    thread_exception: int
     main_stack_since_mono_ns: int
     setup: int  # blob
     # of the newest call that makes a process group; or layout.SETUP_*, once it has ended
@@ -241,6 +242,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         evidence_number=word(L.EVIDENCE_SEQ),
         expecting=word(L.EXPECTING),
         exception=word(L.EXCEPTION),
+        thread_exception=word(L.THREAD_EXCEPTION),
         main_stack_since_mono_ns=moment(L.MAIN_STACK_SINCE),
         setup=word(L.SETUP),
         setup_since_mono_ns=moment(L.SETUP_SINCE, min(word(L.SETUP_SINCE), L.SETUP_RAISED)),

@@ -217,6 +217,7 @@ class BoxReader:
         setups = [*ends, *self._setups(), *full]
         stacks, stacks_ns = self._evidence()
         exception, exception_stack, assertion, refusal = self._exception()
+        of_thread = self.side.blob(status.thread_exception, ExceptionJson)
         expecting = self._expecting()
         adapters = self.side.blob(status.adapters, AdaptersJson)
         self._note_damage()
@@ -249,6 +250,8 @@ class BoxReader:
             left=status.left,
             exception=exception,
             exception_stack=exception_stack,
+            thread_exception=of_thread.text[:_TEXT_MAX] if of_thread is not None else "",
+            thread_exception_stack=self.frames(of_thread.f) if of_thread is not None else (),
             device_assertion=assertion,
             refusal=refusal,
             hazards=self._hazards(),

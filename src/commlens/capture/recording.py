@@ -220,6 +220,7 @@ class Recording:
         multiprocessing.util.Finalize(None, self.at_exit, exitpriority=-1000)
         uncaught.hook(self._record_uncaught)
         safely(uncaught.hook_multiprocessing, self._record_uncaught)
+        uncaught.hook_threads(self._record_thread)
         if self.settings.dump_signal:
             safely(self._dump_on_signal, self.settings.dump_signal)
 
@@ -384,6 +385,10 @@ class Recording:
         if self.is_open:
             safely(self.record_exception, *exception)
             self._start_watcher()  # the timer may still run
+
+    def _record_thread(self, ended: threading.ExceptHookArgs) -> None:
+        if self.is_open:
+            safely(uncaught.record_thread, self.writer, ended)
 
     def at_exit(self) -> None:
         """Close the box at the end of the process. In a child of multiprocessing, the exception

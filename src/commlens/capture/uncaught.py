@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -217,6 +218,30 @@ def hook(
         previous(kind, error, error.__traceback__ or trace)
 
     sys.excepthook = commlens_excepthook
+
+
+def hook_threads(record: Callable[[threading.ExceptHookArgs], None]) -> None:
+    """Call ``record`` for an exception that ends a thread beside the main one."""
+    previous = threading.excepthook
+
+    @functools.wraps(previous)
+    def excepthook(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):
+            record(args)
+        previous(args)
+
+    threading.excepthook = excepthook
+
+
+def record_thread(writer: Any, ended: threading.ExceptHookArgs) -> None:
+    """Write the exception that ended a thread into the black box."""
+    trace = traceback.extract_tb(ended.exc_traceback)[::-1][:64]
+    frames = [[frame.filename, frame.lineno or 0, frame.name] for frame in trace]
+    name = f" (in thread {ended.thread.name})" if ended.thread is not None else ""
+    first = next(iter(str(ended.exc_value or "").strip().splitlines()), "")[:500]
+    text = ended.exc_type.__name__ + (f": {first}" if first else "") + name
+    blob = {"k": "exception", "text": text, "f": frames}
+    writer.word(L.THREAD_EXCEPTION, writer.add_blob(blob))
 
 
 def hook_multiprocessing(

@@ -275,6 +275,9 @@ class RankLog(msgspec.Struct):
     left: bool = False
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
+    # the last uncaught exception of a thread beside the main one, which it ended
+    thread_exception: str = ""
+    thread_exception_stack: Stack = ()
     warnings: list[str] = []  # the first ones of NCCL, as its output tells them
     # the first assertion that failed in one of its kernels, as its output tells it
     device_assertion: str = ""

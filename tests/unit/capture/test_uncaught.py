@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("torch")
 from old_torch import checkpoint_of_one_process
 from torch._utils import ExceptionWrapper
 
+from commlens.blackbox import layout as L
 from commlens.capture import uncaught
 from commlens.capture.uncaught import record_exception
 from commlens.errors import DistributedOperationException
@@ -169,3 +172,24 @@ def test_what_a_pipe_or_a_closed_stderr_was_told_is_not_known(
         assert "assertion" not in blob
     os.close(read)
     os.close(write)
+
+
+def test_the_exception_that_ends_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    blobs: list[dict[str, Any]] = []
+    words: list[tuple[int, int]] = []
+    writer = SimpleNamespace(
+        word=lambda at, value: words.append((at, value)),
+        add_blob=lambda blob: blobs.append(blob) or 7,
+    )
+    uncaught.hook_threads(lambda ended: uncaught.record_thread(writer, ended))
+    for target in (sys.exit, lambda: load_row("{")):
+        thread = threading.Thread(target=target, name="loader")
+        thread.start()
+        thread.join()
+    assert words == [(L.THREAD_EXCEPTION, 7)], "the end by sys.exit is no exception"
+    assert len(told) == 2, "the program's own hook is called, too"
+    assert blobs[0]["text"].startswith("JSONDecodeError: Expecting property name")
+    assert blobs[0]["text"].endswith(" (in thread loader)")
+    assert "load_row" in [function for _, _, function in blobs[0]["f"]]

@@ -48,9 +48,9 @@ from commlens.diagnosis.index.activity import (
     may_wait_for_child,
 )
 from commlens.diagnosis.index.job_index import RankView, Track
-from commlens.matching.error_texts import is_refusal
+from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
-from commlens.model.collective import Collective, Frame, FrameKind, Stack, State
+from commlens.model.collective import Collective, Frame, FrameKind, Stack, State, user_frame
 from commlens.model.ranklog import RankLog
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
@@ -351,6 +351,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
         rounds=rounds,
         recomputed=recomputed if decision.by == "recomputation" else None,
         locked_out=locked_out,
+        thread_error=_thread_error(views[absence.ranks[0]]),
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
@@ -420,6 +421,14 @@ def _waits_to_be_woken(view: RankView) -> bool:
     return inner is not None and inner.function == "wait" and inner.file.endswith("/threading.py")
 
 
+def _thread_error(view: RankView) -> str:
+    """Return the exception that ended a thread of a rank whose main thread no thread is left to
+    wake; empty if none did, or it follows from a peer's end.
+    """
+    error, left_alone = view.log.thread_exception, is_locked_out(view.log)
+    return error if left_alone and _waits_to_be_woken(view) and not is_peer_error(error) else ""
+
+
 def _frame(
     context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
 ) -> Frame | None:
@@ -427,7 +436,10 @@ def _frame(
     if extra is not None:
         return extra.op.source
     frame = absence.edge.op.source if blames_waiting else absence.doing.frame
-    last = context.job.views[absence.ranks[0]].last_op
+    view = context.job.views[absence.ranks[0]]
+    if not blames_waiting and _thread_error(view):
+        return user_frame(view.log.thread_exception_stack) or frame
+    last = view.last_op
     return last.source if frame is None and absence.finished and last is not None else frame
 
 

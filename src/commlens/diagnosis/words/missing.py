@@ -31,7 +31,7 @@ from commlens.diagnosis.words.phrases import (
     sign_words,
 )
 from commlens.model.cause import Doubt, Missing, Working
-from commlens.model.collective import Collective, Frame, State, user_lines
+from commlens.model.collective import Collective, Frame, State, user_frame, user_lines
 from commlens.model.grouping import grouped
 from commlens.text import (
     capital,
@@ -238,6 +238,12 @@ def _step_of_absent(case: MissingCase) -> str:
 def _locked_out_step(case: MissingCase) -> str:
     ranks, where = ranks_phrase(case.cause.locked_out), frame_phrase(case.absence.doing.frame)
     place = f" at {where}" if where else ""
+    if case.cause.thread_error:
+        raised = frame_phrase(case.frame)
+        return (
+            f"find out why a thread of {ranks} ended{f' at {raised}' if raised else ''}: no other"
+            f" one is left to wake the main thread{place}"
+        )
     if case.notified:
         return f"find out which thread was to wake {ranks}{place}: no other one runs Python there"
     return f"find out where {ranks} took the lock that it waits for{place}, and did not release it"
@@ -248,6 +254,10 @@ def _evidence(context: Context, case: MissingCase) -> list[str]:
     view = context.job.views[absence.ranks[0]]
     evidence = _extra_line_evidence(absence, case.extra) if case.extra is not None else []
     evidence += about_signs(absence) + _lock_evidence(case)
+    if error := view.log.thread_exception:
+        raised = frame_phrase(user_frame(view.log.thread_exception_stack))
+        where = f" at {raised}" if raised else ""
+        evidence.append(f"A thread of {rank_phrase(view.rank)} ended{where} with {error}.")
     gap = longest_gap_ns(view.log)
     if cause.works_too_long and gap >= _MIN_GAP_NS:
         evidence.append(

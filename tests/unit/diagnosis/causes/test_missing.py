@@ -850,3 +850,23 @@ def test_a_rank_that_saves_and_shows_no_work_waits_for_its_child() -> None:
     verdict = judge(logs)
     assert verdict.kind == "waiting"
     assert verdict.summary.endswith(f"so far: {waits}")
+
+
+def test_the_thread_that_was_to_wake_a_rank_raised() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 2:
+            yield Stay(40, "next_batch")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    [main] = logs[2].stacks
+    wait = Frame("/usr/lib/python3.11/threading.py", 327, "wait", FrameKind.PYTHON)
+    logs[2].stacks = [msgspec.structs.replace(main, frames=(wait, *main.frames), locked_out=True)]
+    logs[2].thread_exception = "ValueError: bad sample (in thread loader)"
+    logs[2].thread_exception_stack = (Frame("/home/me/train.py", 9, "load"),)
+    verdict = judge(logs)
+    assert blame(verdict) == ("missing", "user-code", [2], "train.py:9")
+    hold("missing/its-thread-raised", verdict)
+    logs[2].thread_exception = "RuntimeError: Connection closed by peer [10.0.0.1]:80"
+    assert blame(judge(logs))[3] == "train.py:40"
