@@ -217,7 +217,7 @@ class BoxReader:
         setups = [*ends, *self._setups(), *full]
         stacks, stacks_ns = self._evidence()
         exception, exception_stack, assertion, refusal = self._exception()
-        of_thread = self.side.blob(status.thread_exception, ExceptionJson)
+        of_thread, of_thread_stack = self._thread_exception()
         expecting = self._expecting()
         adapters = self.side.blob(status.adapters, AdaptersJson)
         self._note_damage()
@@ -250,8 +250,8 @@ class BoxReader:
             left=status.left,
             exception=exception,
             exception_stack=exception_stack,
-            thread_exception=of_thread.text[:_TEXT_MAX] if of_thread is not None else "",
-            thread_exception_stack=self.frames(of_thread.f) if of_thread is not None else (),
+            thread_exception=of_thread,
+            thread_exception_stack=of_thread_stack,
             device_assertion=assertion,
             refusal=refusal,
             hazards=self._hazards(),
@@ -384,6 +384,10 @@ class BoxReader:
             "an exception without a text",
         )
         return line[:_TEXT_MAX], self.frames(blob.f), blob.assertion[:_TEXT_MAX], blob.refusal
+
+    def _thread_exception(self) -> tuple[str, Stack]:
+        blob = self.side.blob(self.status.thread_exception, ExceptionJson)
+        return (blob.text[:_TEXT_MAX], self.frames(blob.f)) if blob is not None else ("", ())
 
     def _hazards(self) -> list[Hazard]:
         """Return the latent faults, without those in calls of torch itself and those whose line is

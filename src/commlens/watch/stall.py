@@ -239,13 +239,28 @@ def _check_of(
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
 
 
-def _shortened(check: Check, verdict: Verdict) -> Check:
+def _shortened(stall: Stall, check: Check, verdict: Verdict) -> Check:
     """Return a check with the age of the waits that its verdict is about: a thread may wait for a
-    command while its job goes on.
+    command while its job goes on. A stall that was reported is over if these waits are younger.
     """
     cause = verdict.cause
     held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
-    return check if held_up_s is None else check._replace(age_s=held_up_s)
+    if held_up_s is None:
+        return check
+    began_ns = int((check.now - held_up_s) * 1e9)
+    if stall.verdict is None:
+        stall.since_ns = began_ns
+    stall.is_over = began_ns > stall.since_ns + _APART_NS
+    return check._replace(age_s=held_up_s)
+
+
+def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
+    """Return whether a rank is missing that runs, while another one has finished, and may yet come
+    in time.
+    """
+    cause = verdict.cause
+    is_absent = isinstance(cause, Missing) and cause.blamed_by == "absence" and not cause.certain
+    return is_absent and check.rank_finished and check.may_still_end
 
 
 class StallDetector:
@@ -473,16 +488,16 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key, shortened = identity_of(verdict), _shortened(check, verdict)
-        if shortened is not check:
-            check, began_ns = shortened, int((check.now - shortened.age_s) * 1e9)
-            stall.is_over = stall.verdict is not None and began_ns > stall.since_ns + _APART_NS
-            stall.since_ns = stall.since_ns if stall.verdict is not None else began_ns
+        key, check = identity_of(verdict), _shortened(stall, check, verdict)
         is_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
         )
-        if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait:
+        is_late = _may_only_be_late(check, verdict)
+        if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait or is_late:
             self._add_nothing(stall, check, key)
+            if is_late:
+                due_s = check.now + max(0.02, check.patience_s - check.age_s)
+                stall.next_check = min(stall.next_check, due_s)
             return False
         may_wait = check.may_still_end and not check.rank_finished
         if not check.timeout_s and (key != stall.pending or may_wait):

@@ -108,6 +108,19 @@ def test_a_thread_may_wait_for_a_command_while_the_job_goes_on() -> None:
     assert detector.take_ended(waits(members), 175 * S) is not None
 
 
+def test_a_rank_that_is_late_gets_its_time_although_another_one_has_finished() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    verdict = diagnose_logs(Job(2).run(training(at(1, 5, Stay(57, "load_batch")))).logs())
+    detector.add_finished_rank(100.0)
+    reported = []
+    for step in range(200):
+        at_s = 101.5 + step / 10
+        if (check := update(detector, members, at_s)) and detector.add_verdict(check, verdict):
+            reported.append(at_s)
+    assert len(reported) == 1 and 110 <= reported[0] <= 114, reported
+
+
 def test_the_processes_are_observed_before_a_wait_that_is_long_already_when_it_is_seen() -> None:
     detector = StallDetector(Settings(stall_timeout=10.0))
     members = [member(1, since_s=100.0), member(2)]

@@ -8,7 +8,7 @@ others' all_reduce as its op, and ``train.py:57``, where rank 2 stands, as its f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -93,12 +93,14 @@ class Context:
             return 0
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
-    def longest_of(self, edges: Iterable[Edge]) -> int:
-        """Return the longest time that a rank has been waiting in its op of these edges, in ns; 0
-        if the records have no times.
+    def longest_of(self, edges: Iterable[Edge], ranks: Collection[int] = ()) -> int:
+        """Return the longest time that one of these ranks, or any, has been waiting in its op of
+        these edges, in ns; 0 if the records have no times.
         """
         ages = [0]
         for edge in edges if not self.job.foreseen else ():
+            if ranks and edge.rank not in ranks:
+                continue
             blocks = self._blocks([edge.rank])
             same = [block for block in blocks if block.op.channel.key == edge.op.channel.key]
             ages += [block.age_ns for block in same or blocks]

@@ -27,7 +27,14 @@ from commlens.diagnosis.causes.context import (
 )
 from commlens.diagnosis.causes.groups_differ import calls_that_differ
 from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode, listens_at, writes_of_kind
-from commlens.model.cause import Confidence, GroupName, NoRecord, Unrecorded, Unwritten
+from commlens.model.cause import (
+    Confidence,
+    Decision,
+    GroupName,
+    NoRecord,
+    Unrecorded,
+    Unwritten,
+)
 from commlens.model.collective import Collective
 from commlens.model.store_identity import parse_address
 
@@ -273,10 +280,9 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
         blocked, listens = context.blocked_by([node]), listens_at(context.job, op)
         elsewhere = _rest_of_group(context, ranks, op) if listens is False else None
-        sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
-        decision = by_majority(sides) or UNDECIDED
+        agent = listens is False and _are_clients_of_agent(context, ranks)
+        decision = _decide_address(elsewhere, ranks)
         culprits = list(decision.culprits)
-        agent = listens is False and all(_is_client_of_agent(context, rank) for rank in ranks)
         cause = Unwritten(
             # a server that has just begun to listen: its clients try again only after a pause
             kind="waiting" if listens and not context.waits_too_long(ranks) else "missing",
@@ -285,7 +291,7 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
             culprits=culprits,
             blamed_by=decision.by,
             victims=sorted({*ranks, *blocked} - {*culprits}),
-            confidence="medium" if culprits or agent else "low",
+            confidence="medium" if {*culprits, *ranks * agent} else "low",
             key=op.channel.group.name,
             ranks=ranks,
             waits=waits_of(context, edges),
@@ -298,13 +304,21 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
         context.cases.append(case)
 
 
-def _is_client_of_agent(context: Context, rank: int) -> bool:
-    """Return whether torch chose that a rank makes no store, since its launcher has one."""
-    log = context.job.views[rank].log
-    seen, stack = log.observation.store, log.main_stack
-    frames = stack.frames if stack is not None else ()
-    chosen = any(frame.function == "_create_c10d_store" for frame in frames)
-    return chosen and seen is not None and seen.agent
+def _decide_address(elsewhere: GroupName | None, ranks: list[int]) -> Decision:
+    sides = [elsewhere.ranks, ranks] if elsewhere is not None else []
+    return by_majority(sides) or UNDECIDED
+
+
+def _are_clients_of_agent(context: Context, ranks: list[int]) -> bool:
+    """Return whether torch chose that these ranks make no store, since their launcher has one."""
+    for log in (context.job.views[rank].log for rank in ranks):
+        seen, stack = log.observation.store, log.main_stack
+        frames = stack.frames if stack is not None else ()
+        if seen is None or not seen.agent:
+            return False
+        if all(frame.function != "_create_c10d_store" for frame in frames):
+            return False
+    return True
 
 
 def _rest_of_group(context: Context, ranks: list[int], op: Collective) -> GroupName | None:

@@ -214,8 +214,7 @@ class _RankIndexer:
         newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
         if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
             return
-        if newest.state is State.FAILED and "DistNetworkError" in (view.log.exception or ""):
-            newest.error = view.log.exception
+        _note_lost_store(newest, view.log.exception or "")
         if newest.state is not State.COMPLETED:
             how: How = "issue" if newest.in_flight else "failed"
             self._block_in_call(newest, how, newest.issue_thread or view.main_thread)
@@ -340,6 +339,12 @@ class _RankIndexer:
             or (view.exit.ended and how != "assumed")
         )
         view.blocks[thread] = BlockedThread(op, parts, thread, since, how, stuck, age)
+
+
+def _note_lost_store(newest: Collective, exception: str) -> None:
+    """Add to a call that made a group, and failed, that the store's process had ended."""
+    if newest.state is State.FAILED and "DistNetworkError" in exception:
+        newest.error = exception
 
 
 def _main_waits_for_device(view: RankView, head: Collective) -> bool:

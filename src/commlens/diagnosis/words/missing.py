@@ -208,7 +208,7 @@ def _step_of_absent(case: MissingCase) -> str:
         return (
             f"find out which process holds the lock that {ranks}"
             f" {verb(absence.ranks, 'takes', 'take')} at {where}: if {waiting} took it, release"
-            f" it before {op.op}{at(op)}"
+            f" it before {op.op}{at(op)}; delete a lock file that an earlier run has left"
         )
     if cause.doubt == "many-outside":
         return (

@@ -256,7 +256,7 @@ def how_long_they_wait(context: Context, edges: Sequence[Edge]) -> str:
     for (line, args, failed), ranks in sorted(
         by_line.items(), key=lambda item: (-number_named(item[1]), item[1])
     )[:3]:
-        waited = context.longest_of(edge for edge in edges if edge.rank in ranks)
+        waited = context.longest_of(edges, ranks)
         length = (
             f" for {duration(waited)}" if waited >= max(context.job.stalled_after_ns, 1) else ""
         )
