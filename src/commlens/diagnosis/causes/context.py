@@ -230,6 +230,7 @@ def _main_went_on(context: Context, edge: Edge) -> bool:
     return (
         block is not None
         and (edge.op.wait_thread or edge.op.issue_thread or block.thread) != block.thread
+        and block.op.channel.key != edge.op.channel.key
         and block.op.announced_ns > edge.op.announced_ns
     )
 
