@@ -387,7 +387,7 @@ class BoxReader:
 
     def _thread_exception(self) -> tuple[str, Stack]:
         blob = self.side.blob(self.status.thread_exception, ExceptionJson)
-        return (blob.text[:_TEXT_MAX], self.frames(blob.f)) if blob is not None else ("", ())
+        return (blob.text, self.frames(blob.f)) if blob is not None else ("", ())
 
     def _hazards(self) -> list[Hazard]:
         """Return the latent faults, without those in calls of torch itself and those whose line is
