@@ -189,6 +189,7 @@ class Observation(msgspec.Struct):
     wakes_in_s: float = 0.0  # its main thread sleeps for so much longer; 0: unknown, or it does not
     sleeps_s: float = 0.0  # the length of that sleep, as far as it was seen
     waits_for_pid: int = 0  # the process that holds the lock that it waited for, if it is known
+    lost_child: str = ""  # a child process that is stopped, or has failed, in words
     stack_moved: bool | None = None  # the main thread's stack changed within the window
     # of the collective that it waits in; None: the watcher has not learned it
     usual_wait: UsualWait | None = None

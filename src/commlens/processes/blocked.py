@@ -21,9 +21,10 @@ from commlens.processes.process import (
     command_line,
     descendants,
     read_lines,
+    read_stat,
     read_text,
 )
-from commlens.text import printable
+from commlens.text import printable, signal_name
 
 _CALLS: Final = {
     "x86_64": {
@@ -134,6 +135,22 @@ def _child(pid: int, child: int) -> str:
         if child in known
         else "it waits for a child process"
     )
+
+
+def lost_child(pid: int) -> str:
+    """Return a sentence about a child of a process that is stopped, or that has failed and has not
+    been waited for; empty if there is none.
+    """
+    for child in children(pid):
+        seen = read_stat(child)
+        name = f"its child process {child} ({(read_text(f'/proc/{child}/comm') or '').strip()})"
+        if seen is not None and seen.state in "Tt":
+            return f"{name} is stopped"
+        if seen is not None and seen.exit_status:
+            code = os.waitstatus_to_exitcode(seen.exit_status)
+            how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with status {code}"
+            return f"{name} {how}"
+    return ""
 
 
 def _lock(pid: int, descriptor: int) -> ProcessWait:

@@ -317,6 +317,7 @@ class Observer:
         seen.stack_moved = _stack_moved(subject, now)
         if last_sample.state == "S" and not seen.stack_moved:
             seen.waits_for, seen.waits_for_pid, wakes_ns = blocked.waits_for(subject.pid)
+            seen.lost_child = blocked.lost_child(subject.pid)
             if wakes_ns != subject.wakes_ns:
                 subject.wakes_ns, subject.asleep_ns = wakes_ns, now
             if wakes_ns > now:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from commlens.processes.blocked import waits_for
-from commlens.processes.process import children
+from commlens.processes.blocked import lost_child, waits_for
+from commlens.processes.process import children, read_stat
 
 pytestmark = pytest.mark.skipif(
     os.uname().machine not in ("x86_64", "aarch64"),
@@ -149,3 +149,26 @@ def test_when_a_sleep_ends(started: list[subprocess.Popen[str]], tmp_path: Path)
     eventually(process, "it sleeps")
     left_s = (waits_for(process.pid).wakes_ns - time.monotonic_ns()) / 1e9
     assert 80 < left_s < 100
+
+
+@pytest.mark.parametrize(
+    ("child", "words"),
+    [
+        ("kill -STOP $$", "is stopped"),
+        ("kill -KILL $$", "was ended by SIGKILL"),
+        ("exit 3", "ended with status 3"),
+        ("exit 0", ""),
+    ],
+)
+def test_a_child_that_is_lost(
+    started: list[subprocess.Popen[str]], tmp_path: Path, child: str, words: str
+) -> None:
+    code = f"import subprocess, time; p = subprocess.Popen(['sh', '-c', {child!r}]); print(p.pid, flush=True); time.sleep(100)"
+    process = start(started, code, tmp_path)
+    assert process.stdout is not None
+    pid = process.stdout.readline().strip()
+    end = time.monotonic() + 15
+    while (stat := read_stat(int(pid))) is None or stat.state not in "TZ":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert lost_child(process.pid) == (f"its child process {pid} (sh) {words}" if words else "")

@@ -102,6 +102,7 @@ SignKind = Literal[
     "waits-for-core",
     "no-cpu",
     "waits-for",
+    "lost-child",
     "child-used-cpu",
     "child-waits-for-core",
     "net-bytes",
@@ -503,4 +504,6 @@ def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign
         signs.append(Sign("waits-for-core" if runs else "no-cpu"))
     if (wait := lasting_wait(seen)) and not (uses or seen.stack_moved):
         signs.append(Sign("waits-for", about=wait))
+    if seen.lost_child:
+        signs.append(Sign("lost-child", about=seen.lost_child))
     return signs, bool(seen.stack_moved) or (not device_is_busy and (uses or runs))

@@ -170,6 +170,7 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "waits-for-core": lambda _: "it waits for a core",
     "no-cpu": lambda _: "it uses no CPU",
     "waits-for": lambda sign: sign.about,
+    "lost-child": lambda sign: sign.about,
     "child-used-cpu": lambda sign: f"its child processes used {sign.amount:.1f} s of CPU",
     "child-waits-for-core": lambda _: "a child process waits for a core",
     "net-bytes": lambda sign: f"it sent or received {size(sign.amount)} in {sign.window_s:.0f} s",

@@ -870,3 +870,10 @@ def test_the_thread_that_was_to_wake_a_rank_raised() -> None:
     hold("missing/its-thread-raised", verdict)
     logs[2].thread_exception = "RuntimeError: Connection closed by peer [10.0.0.1]:80"
     assert blame(judge(logs))[3] == "train.py:40"
+
+
+def test_a_child_process_that_is_stopped_is_told() -> None:
+    logs = Job(4).run(training(at(1, 5, SLEEP))).logs()
+    lost = "its child process 9 (pt_data_worker) is stopped"
+    logs[1].observation = msgspec.structs.replace(logs[1].observation, lost_child=lost)
+    assert any(lost in text for text in judge(logs).findings[0].evidence)
