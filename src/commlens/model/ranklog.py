@@ -6,7 +6,7 @@ dump``, adds what it sees of the process: that it used 0.9 s of CPU in 1 s, or d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Final, Literal
@@ -352,6 +352,11 @@ class RankLog(msgspec.Struct):
             return main
         return self._stack_for(main, everything)
 
+    def _without_collectives(self, stacks: Sequence[ThreadStack]) -> list[ThreadStack]:
+        """Return the stacks of threads that have issued no collective yet."""
+        issued = {op.issue_thread for op in self.collectives}
+        return [stack for stack in stacks if stack.thread not in issued]
+
     def _stack_for(self, main: ThreadStack, everything: list[ThreadStack]) -> ThreadStack:
         """Return the stack of the thread that runs the user's code in place of the main one."""
         others = [stack for stack in everything if not stack.is_main and stack.source is not None]
@@ -359,6 +364,7 @@ class RankLog(msgspec.Struct):
         of_thread = [stack for stack in others if stack.thread == issuing]
         if main.source is None or not self.collectives:
             of_thread = of_thread or others
+        of_thread = of_thread or self._without_collectives(others)
         if len({stack.thread for stack in of_thread}) != 1:
             return main
         return max(of_thread, key=lambda stack: stack.taken_ns)

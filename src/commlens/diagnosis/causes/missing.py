@@ -186,7 +186,7 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
     for node in nodes:
         view = context.job.views[node.rank]
         track = view.tracks.get(most_waited(context, context.graph.edges_into(node)).op.channel.key)
-        of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
+        of_user = {stack.thread for stack in view.log.stacks if stack.runs_user_code}
         if track is not None and track.thread in of_user - {view.main_thread}:
             view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
 

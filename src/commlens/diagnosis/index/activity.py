@@ -86,6 +86,7 @@ before. ``in-another-group``: in a collective of a group without another known r
 
 SignKind = Literal[
     "announced-exit",
+    "exit-status-0",
     "process-state",
     "others-have-not-run",
     "quota-used",
@@ -165,7 +166,9 @@ def activity_of(
     stack = log.main_stack
     frame = stack.source if stack is not None else None
     if end.kind == "clean":
-        return Activity("finished", False, "finished", None, [Sign("announced-exit")], True)
+        silent = log.observation.exit_code == 0 and not log.closed
+        sign = Sign("exit-status-0" if silent else "announced-exit")
+        return Activity("finished", False, "finished", None, [sign], True)
     if end.kind == "leaving":
         signs, moves, watched = movement(log)
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
@@ -475,6 +478,7 @@ def movement(log: RankLog) -> tuple[list[Sign], bool, bool]:
     if seen.window_s < _WINDOW_S:
         return [], False, False
     signs, works = _own_movement(seen, device_is_busy=device_is_busy(log))
+    signs += [Sign("lost-child", about=seen.lost_child)] * bool(seen.lost_child)
     work: list[Sign] = []
     if seen.children_cpu_s is not None:
         if seen.children_cpu_s / seen.window_s >= CPU_WORKING:
@@ -504,6 +508,4 @@ def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign
         signs.append(Sign("waits-for-core" if runs else "no-cpu"))
     if (wait := lasting_wait(seen)) and not (uses or seen.stack_moved):
         signs.append(Sign("waits-for", about=wait))
-    if seen.lost_child:
-        signs.append(Sign("lost-child", about=seen.lost_child))
     return signs, bool(seen.stack_moved) or (not device_is_busy and (uses or runs))

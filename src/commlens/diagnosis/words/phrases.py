@@ -150,6 +150,7 @@ def _used_cpu(sign: Sign) -> str:
 
 _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "announced-exit": lambda _: "its process announced its exit",
+    "exit-status-0": lambda _: "its process ended with status 0, without its exit handlers",
     "process-state": lambda sign: f"its process is in state {sign.about}",
     "others-have-not-run": lambda _: "its other threads have not run since",
     "quota-used": lambda sign: f"its CPU quota was used up {sign.amount:.0%} of the time",
