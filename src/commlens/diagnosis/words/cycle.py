@@ -74,10 +74,7 @@ def _words_of_moved_on(context: Context, case: CycleCase) -> Words:
     op, usual = case.departures[culprits[0]]
     return Words(
         summary=_moved_on(case.cause, case.departures),
-        explanation=prose(
-            phrases.how_long_they_wait(context, case.edges),
-            phrases.blocked_behind(sorted({edge.rank for edge in case.edges}), case.blocked),
-        ),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
             *_how_decided(case.cause),

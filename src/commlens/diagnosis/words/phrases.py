@@ -274,6 +274,14 @@ def how_long_they_wait(context: Context, edges: Sequence[Edge]) -> str:
     )
 
 
+def waits_and_blocked(context: Context, edges: Sequence[Edge], blocked: Iterable[int]) -> str:
+    """Return how long ranks wait, and which ranks wait behind them: "Ranks 0-3 have been waiting
+    for 31 s at train.py:81 step. Ranks 4-7 wait behind them."
+    """
+    waiting = sorted({edge.rank for edge in edges})
+    return prose(how_long_they_wait(context, edges), blocked_behind(waiting, blocked))
+
+
 def _hosts(context: Context, edges: Sequence[Edge]) -> str:
     """``"Their hosts ran ahead: rank 0 stands at train.py:90 log, rank 2 at train.py:57
     load_batch."``; empty if none did.

@@ -128,7 +128,7 @@ def _held_up(context: Context, case: StuckCase) -> Words:
         summary=(
             f"{cannot_run} inside {_name(entered)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
-        explanation=_explanation(context, entered),
+        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
         next_step=missing_step(case.doing, culprits),
         evidence=_errors(entered),
     )
@@ -182,7 +182,7 @@ def _never_started(context: Context, case: StuckCase) -> Words:
             f"{ranks_phrase(ranks)} enqueued {_name(entered)}, but {device} not started it"
             f"{f'; {waits}' if started else ''}"
         ),
-        explanation=_explanation(context, entered),
+        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
         next_step=not_started_step(entered.op, ranks),
         evidence=_errors(entered),
         would_raise_confidence="What the device does before it is not recorded.",
@@ -204,7 +204,7 @@ def _no_progress(context: Context, case: StuckCase) -> Words:
             f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(entered)}"
             f"{_completed_or_not(cause, inside)}{_where_it_stands(cause)}"
         ),
-        explanation=_explanation(context, entered),
+        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
         next_step=(
             compare_step(entered.op, question)
             if question
@@ -291,13 +291,6 @@ def _what_would_show(context: Context, entered: EnteredOp, question: str) -> str
     return (
         f"{stacks} If the job may still be running, a second dump would show whether it moves"
         " (commlens compare BEFORE AFTER)."
-    )
-
-
-def _explanation(context: Context, entered: EnteredOp) -> str:
-    return prose(
-        phrases.how_long_they_wait(context, entered.edges),
-        phrases.blocked_behind(entered.waiting, entered.blocked),
     )
 
 

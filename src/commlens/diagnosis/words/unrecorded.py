@@ -130,7 +130,7 @@ def _not_recorded(context: Context, case: Case[Unrecorded]) -> Words:
             f"{ranks_phrase(ranks)} ({pids}) {runs} not recorded; {_they_wait(context, case)} for"
             f" {them}"
         ),
-        explanation=_waits(context, case),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=(
             f"take a stack of {them} (py-spy dump --pid {logs[0].pid}); {logs[0].unrecorded}"
         ),
@@ -146,7 +146,7 @@ def _outdated(context: Context, case: Case[Unrecorded]) -> Words:
             f" {ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} older and"
             f" {verb(ranks, 'does', 'do')} not show whether {verb(ranks, 'it', 'they')} came"
         ),
-        explanation=_waits(context, case),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=(
             "dump all ranks at one moment while the job hangs, and diagnose these dumps; or take a"
             f" stack of {verb(ranks, 'it', 'them')} (py-spy dump)"
@@ -164,7 +164,7 @@ def _unreadable(context: Context, case: Case[Unrecorded]) -> Words:
         step = f"look for {copies} of {subject}, or {step}"
     return Words(
         summary=f"{_they_wait(context, case)}; the newest records of {subject} are unreadable",
-        explanation=_waits(context, case),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=step,
         would_raise_confidence=_last_is_unknown(case),
     )
@@ -182,7 +182,7 @@ def _left_nothing(context: Context, case: Case[Unrecorded]) -> Words:
     return Words(
         summary=f"{subject} left no record; {waits}",
         waits=waits,
-        explanation=_waits(context, case),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=f"look at the output of {subject}: {ended}",
         would_raise_confidence=_last_is_unknown(case),
     )
@@ -237,7 +237,7 @@ def _out_of_sight(context: Context, case: Case[Unrecorded]) -> Words:
         summary=f"{they_wait}{like_all}; there is no record of {subject}"
         + (f", which may be {ranks_phrase(idle)}" if len(idle) == 1 else ""),
         waits=they_wait,
-        explanation=_waits(context, case),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         evidence=[f"{each}, and waits for nobody." for each in standing],
         next_step=(
             (
@@ -271,14 +271,6 @@ _WORDS = {
 
 def _they_wait(context: Context, case: Case[Unrecorded]) -> str:
     return phrases.where_they_wait(case.edges, "waits", "wait")
-
-
-def _waits(context: Context, case: Case[Unrecorded]) -> str:
-    waiting = sorted({edge.rank for edge in case.edges})
-    return prose(
-        phrases.how_long_they_wait(context, case.edges),
-        phrases.blocked_behind(waiting, case.blocked),
-    )
 
 
 def _last_is_unknown(case: Case[Unrecorded]) -> str:
@@ -358,8 +350,7 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
     return Words(
         summary=f"{waits}, which no rank is known to write",
         explanation=prose(
-            phrases.how_long_they_wait(context, case.edges),
-            phrases.blocked_behind(ranks, case.blocked),
+            phrases.waits_and_blocked(context, case.edges, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
         next_step=(
