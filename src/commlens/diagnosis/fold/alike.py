@@ -1,4 +1,4 @@
-"""Ranks that are in the same state: some are examined, the others only counted.
+"""Fold the ranks that are in the same state: examine some of them, and only count the others.
 
 Of 10,000 ranks, rank 17 loads data and 9,999 wait for it in ``all_reduce #7``, at the same line and
 with the same arguments. Diagnosis examines rank 17 and four of the others: "ranks 0-2,9999 wait for
@@ -98,6 +98,7 @@ def _is_unusual(log: RankLog) -> bool:
 
 
 def _has_ended(log: RankLog) -> bool:
+    """Return whether a process has ended, leaves, or failed."""
     return bool(
         log.observation.has_ended
         or log.closed
@@ -108,7 +109,9 @@ def _has_ended(log: RankLog) -> bool:
 
 
 def blocking(ops: Sequence[Collective]) -> list[Collective]:
-    """Return the ops in flight that a thread waits for, and the first one of a device."""
+    """Return the ops in flight that a thread waits for, or has not returned from, and the first one
+    in flight on a device.
+    """
     found = [op for op in ops if op.in_flight and (op.waited_for or not op.returned_ns)]
     on_device = next((op for op in ops if op.in_flight and op.channel.runs_ahead), None)
     return [*found, on_device] if on_device is not None and on_device not in found else found
@@ -290,25 +293,26 @@ def counts_for_all(verdict: Verdict, alike: AlikeRanks) -> bool:
     return (
         verdict.kind not in NOTHING_FOUND
         and bool(roots)
-        and all(_counts_for_all(each, alike) for each in roots)
+        and all(_holds_for_all(each, alike) for each in roots)
     )
 
 
-def _counts_for_all(finding: Finding, alike: AlikeRanks) -> bool:
-    named = {*finding.culprits, *getattr(finding.cause, "ranks", ())}
-    victims = set(finding.victims)
-    return (
-        bool(named)
-        and all(
-            alike.with_alike(ranks).difference(ranks) <= members
-            for ranks, members in _in_groups(finding)
-        )
-        and (bool(finding.culprits) or finding.kind == "waiting")
-        and not named & alike.standing
-        and all(
-            bool(each.examined) and (each.examined <= victims or not each.examined & victims)
-            for each in alike.classes
-        )
+def _holds_for_all(finding: Finding, alike: AlikeRanks) -> bool:
+    """Return whether a finding on the examined ranks is one on all: the ranks that it names stand
+    for no others, and of each state, all examined ranks are victims, or none is.
+    """
+    named, victims = {*finding.culprits, *getattr(finding.cause, "ranks", ())}, set(finding.victims)
+    blames_or_waits = bool(finding.culprits) or finding.kind == "waiting"
+    if not named or not blames_or_waits or named & alike.standing:
+        return False
+    # else it would say of ranks that they are in a group which they are not in
+    alike_are_members = all(
+        alike.with_alike(ranks).difference(ranks) <= members
+        for ranks, members in _in_groups(finding)
+    )
+    return alike_are_members and all(
+        bool(each.examined) and (each.examined <= victims or not each.examined & victims)
+        for each in alike.classes
     )
 
 
