@@ -1,10 +1,18 @@
-"""What was found, as data: the ranks to blame, by what they were decided, the ranks that wait, and
-how sure both are. Words are made of it, and the JSON of a verdict holds it.
+"""The causes of faults, as data: the ranks to blame, by what these were decided, the ranks that
+wait, and how sure both are. Words are made of a cause, and the JSON of a verdict holds it.
 
 "rank 2 never reached all_reduce #7; ranks 0-1,3 wait for it" is made of ``Missing(kind="missing",
 why="data-loading", culprits=[2], blamed_by="absence", victims=[0, 1, 3], confidence="high",
-outcome="never-reached", ...)``. There is a class for each sort of cause, with what all causes have
-in common in :class:`Cause`.
+outcome="never-reached", ...)``. :class:`Cause` holds what all causes have in common. There is a
+class for each sort of cause:
+
+* ranks do not come: Missing, Working, HelpersAwaited, Unrecorded; no rank writes a key: Unwritten
+* all have come, and none gets on: StuckInside; they wait for each other: Cycle
+* ranks disagree: Mismatch, Swapped, GroupsDiffer, NoSuchPeer, TakenMessage, Fewer, Diverged
+* processes ended: Dead, Ended; exist twice: StartedTwice
+* only errors or logs tell it: ToldByErrors, Refused, ToldByLogs
+* ranks are slow: Slow, Straggler; the program has a fault that stops nothing: LatentFault
+* nothing is wrong, or nothing shows: NoFault, NoneWaits, Motionless, Unexplained
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
 """The wait-for graph: each blocked thread points to the threads or ranks that it waits for. Its
 sinks and cycles are root causes.
 
-A collective is a node of its own between the threads that wait in it and the ranks that it waits
-for, so the number of edges is linear in the number of ranks, not quadratic. The rank that should
-write a key of the job's store is inferred from the ranks that have written keys of its kind.
+Say ranks 0 and 1 wait in ``all_reduce #7`` for rank 2, which loads data. Then ``edges`` leads from
+``WaitNode("wait", 0, thread)`` and ``WaitNode("wait", 1, thread)`` to ``WaitNode("at", detail=0)``,
+which stands for ``instances[0]``, the all_reduce on all its ranks, and from there to the sink
+``WaitNode("absent", 2)``. Since a collective is a node of its own, the number of edges is linear in
+the number of ranks, not quadratic.
+
+The rank that should write a key of the job's store is inferred from the ranks that have written
+keys of its kind.
 """
 
 from __future__ import annotations
@@ -139,9 +144,10 @@ class Graph:
         return seen
 
     def find_cycles(self) -> list[list[WaitNode]]:
-        """Return the strongly connected components of waiting threads that no edge leaves."""
-        # no sinks
-        waiting = {
+        """Return the strongly connected components of waiting threads that no edge leaves: these
+        threads wait for each other alone, so they wait for ever.
+        """
+        waiting = {  # without the sinks
             node: [end for end in ends if self.edges[end]]
             for node, ends in self.edges.items()
             if ends

@@ -1,5 +1,9 @@
 """Compare two dumps of one job, taken one after the other: find the ranks that made progress and
-those in the same place: "Ranks 1-3 moved in 12 s, rank 0 did not."
+those in the same place.
+
+If ranks 1-3 had ``all_reduce #41`` in flight and then #55, and rank 0 has #41 in flight in both
+dumps, the answer is "Ranks 1-3 moved in 12 s, rank 0 did not.", and rank 0's sentence "rank 0 is
+still in all_reduce #41 of group dp [0-3] (train.py:81 step)."
 """
 
 from __future__ import annotations
@@ -109,6 +113,7 @@ def position_of(rows: RankColumns) -> Position:
     newest = max(
         int(rows.created_ns.max(initial=0)), int(rows.completed_ns.max(initial=0)), rows.captured_ns
     )
+    # scheduled or started; of a coalesced group, the entry that closes it stands for all
     in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
     if not len(in_flight):
         return Position(rows.rank, DumpPosition(rows.issued), newest_ns=newest, job=_traits(rows))
@@ -124,6 +129,7 @@ def position_of(rows: RankColumns) -> Position:
 
 
 def _traits(rows: RankColumns) -> JobTraits:
+    """Return what a dump tells of its job. The program is the file of a ``<module>`` frame."""
     groups: dict[str, set[str]] = defaultdict(set)
     for group in {
         channel.group for channel in [*rows.channels, *rows.groups] if channel.group.ranks
@@ -226,6 +232,7 @@ class _PositionChange(NamedTuple):
 
 
 def _change(old: Position | None, new: Position | None) -> _PositionChange:
+    """Return how a rank's position changed; None: it has no dump there."""
     if new is None:
         return _PositionChange(
             "only-before",
@@ -278,6 +285,7 @@ def _same_for_several(kind: MovementKind, predicate: str) -> _PositionChange:
 
 
 def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]) -> float:
+    """Return the time between the last signs of life in two dumps; 0 if unknown."""
     old, new = (
         max((one.newest_ns for one in positions.values()), default=0)
         for positions in (first, second)
@@ -286,16 +294,15 @@ def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]
 
 
 def _answer(movement: Movement, both: list[int]) -> str:
+    """Say which of the ranks with both dumps moved."""
     if not both:
         return "No rank has a dump in both sets: nothing was compared."
     by_kind: dict[str, list[int]] = defaultdict(list)
     for one in movement.ranks:
         by_kind[one.kind] += one.ranks
     within = f" in {duration(int(movement.apart_s * 1e9))}" if movement.apart_s else ""
-    still, moved = (
-        by_kind["still"],
-        sorted(by_kind["moved"] + by_kind["finished"] + by_kind["again"]),
-    )
+    still = by_kind["still"]
+    moved = sorted(by_kind["moved"] + by_kind["finished"] + by_kind["again"])
     if not moved:
         return (
             f"No rank moved{within}: {count(len(both), 'rank')} {verb(both, 'is', 'are')} in the"
