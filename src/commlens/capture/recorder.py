@@ -1,6 +1,11 @@
 """The recorder: the tap's subscriber that writes the black box.
 
-The hot path is ``begin``, ``returned`` and ``wait``. An error of commlens there is counted and
+Of ``dist.all_reduce(x)``, for example, ``begin`` writes a record before the backend sees the op,
+with the positions of its group, arguments and stack, which were written before. ``returned`` and
+the methods of :class:`~commlens.capture.completion.CompletionTracker` then write into the record
+when the call returned, when a thread waited, and how the op ended.
+
+The hot path is ``begin``, ``returned`` and the waits. An error of commlens there is counted and
 logged once, and the collective goes on unrecorded.
 """
 
@@ -104,6 +109,7 @@ class Recorder(CompletionTracker, tap.Subscriber):
         arguments: tuple[Any, ...],
         frame: FrameType | None,
     ) -> Token | None:
+        """Write the record, verify the op, and only then note that it enters the backend."""
         token = self._begin(spec, arguments, frame, 0)
         if token is None or token.coalescing is not None:
             return token
@@ -122,6 +128,7 @@ class Recorder(CompletionTracker, tap.Subscriber):
     def _begin(
         self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None, entered: int
     ) -> Token | None:
+        """Write the record; ``entered``: the flag that the op enters the backend at once."""
         try:
             args = self._args_table.find(
                 spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group]))

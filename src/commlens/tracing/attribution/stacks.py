@@ -33,6 +33,7 @@ _LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
 
 _PROGRAM = (FrameKind.USER, FrameKind.LIBRARY)
 
+# values of StackInfo.in_pass: a backward pass runs, or a checkpointed function runs again
 ENGINE = "engine"
 RECOMPUTE = "recompute"
 
@@ -289,6 +290,7 @@ def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
 
 
 def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
+    """Return a key that the stacks of one place share: code and instruction of each frame."""
     key: list[Any] = [op]
     add = key.append
     while frame is not None:
@@ -299,6 +301,7 @@ def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
 
 
 def _note_markers(info: StackInfo, file: str, code: CodeType) -> None:
+    """Note for which kinds the frame that was read last is the innermost marker frame."""
     for marker in _MARKERS:
         if marker.kind not in info.markers and marker.fits(file, code):
             info.markers[marker.kind] = len(info.codes) - 1, marker.variables
@@ -319,10 +322,12 @@ def _file_in_torch(frame: FrameType) -> str:
 
 
 def _runs_engine(frame: FrameType) -> bool:
+    """Return whether a frame runs a backward pass."""
     return frame.f_code.co_name == "_engine_run_backward" and _file_in_torch(frame) == _GRAPH
 
 
 def _wraps_step(frame: FrameType) -> bool:
+    """Return whether a frame runs an optimizer's step."""
     return frame.f_code.co_name == "wrapper" and _file_in_torch(frame) == _OPTIMIZER
 
 
@@ -360,6 +365,7 @@ def values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _packet_name(frame: FrameType) -> str | None:
+    """Return the functional op that a frame of ``torch.ops`` calls; None for any other op."""
     (operator,) = values_of(frame, ("self",))
     name = str(
         getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")
