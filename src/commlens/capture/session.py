@@ -171,8 +171,8 @@ def _splits(given: dict[str, Any]) -> bool:
     import torch.distributed.distributed_c10d as c10d
 
     world, find = c10d._get_default_group(), getattr(c10d, "_get_split_source", None)
-    # Torch splits only if the default group is bound to a device. With use_local_synchronization,
-    # only the members call; the name is then a hash instead of a number.
+    # Torch splits only if the default group is bound to a device. A name that is no number is the
+    # program's own or, with use_local_synchronization, a hash: then only the members call.
     if find is None or not world.bound_device_id or not str(given["group_name"]).isdecimal():
         return False
     if getattr(given.get("backend_options"), "lazy_init", False):
