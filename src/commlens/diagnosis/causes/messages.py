@@ -172,7 +172,7 @@ def find_recomputed(job: JobIndex, rank: int, op: Collective) -> Recomputed | No
     """Return a rank's message as one that was issued again; None if its call is no repetition, or
     if the other side issued as many.
     """
-    if not op.is_point_to_point or op.peer is None or op.tag or not _is_repeated(op):
+    if not op.is_point_to_point or op.peer is None or op.tag or not is_repeated(op):
         return None
     issued = fewer_issued(job, rank, op)
     return (
@@ -180,7 +180,8 @@ def find_recomputed(job: JobIndex, rank: int, op: Collective) -> Recomputed | No
     )
 
 
-def _is_repeated(op: Collective) -> bool:
+def is_repeated(op: Collective) -> bool:
+    """Return whether a checkpointed function issued an op as it ran again, in backward."""
     return any(
         frame.kind is not FrameKind.USER
         and frame.function in _FUNCTIONS

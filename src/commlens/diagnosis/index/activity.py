@@ -507,5 +507,5 @@ def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign
     else:
         signs.append(Sign("waits-for-core" if runs else "no-cpu"))
     if (wait := lasting_wait(seen)) and not (uses or seen.stack_moved):
-        signs.append(Sign("waits-for", about=wait))
+        signs.append(Sign("waits-for", seen.wakes_in_s, about=wait))
     return signs, bool(seen.stack_moved) or (not device_is_busy and (uses or runs))

@@ -5,11 +5,12 @@ are out of step or issued collectives in another order: "rank 2 disagrees on the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from commlens.diagnosis.align.call_paths import in_package
 from commlens.diagnosis.align.out_of_step import Shift
 from commlens.diagnosis.causes.context import Case, Context
+from commlens.diagnosis.causes.messages import is_repeated
 from commlens.diagnosis.causes.mismatch import MismatchCase, SwappedCase, has_one_side
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
@@ -301,7 +302,7 @@ def _evidence(case: MismatchCase) -> list[str]:
     evidence += [] if mismatch.answer is None and not mismatch.tie else _out_of_step(case)
     evidence += phrases.rounds_told(case.cause.rounds)
     evidence += phrases.steps_at(case.cause.rounds)
-    evidence += _steps_ahead(case)
+    evidence += _steps_ahead(case) + _run_again(mismatch.ops)
     if mismatch.tie and not has_one_side(mismatch):
         evidence.append(UNDECIDED)
     elif mismatch.blamed_by == "routine" and mismatch.astray is None:
@@ -319,6 +320,16 @@ def _evidence(case: MismatchCase) -> list[str]:
     if mismatch.repeats:
         evidence.append(f"The same happened {count(mismatch.repeats, 'more time')} later.")
     return evidence
+
+
+def _run_again(ops: Mapping[int, Collective]) -> list[str]:
+    again = [rank for rank, op in ops.items() if is_repeated(op)]
+    if not again or len(again) == len(ops):
+        return []
+    return [
+        f"{ranks_phrase(again)} issued it as an activation checkpoint ran its function again in"
+        " backward; the others did not."
+    ]
 
 
 def _steps_ahead(case: MismatchCase) -> list[str]:

@@ -148,6 +148,11 @@ def _used_cpu(sign: Sign) -> str:
     return f"it used {sign.amount:.1f} s of CPU in {sign.window_s:.0f} s"
 
 
+def _for_so_long(seconds: float) -> str:
+    """Return how much longer a sleep lasts; nothing of the short ones in which a thread polls."""
+    return f" for {duration(round(seconds * 1e9))} more" if seconds >= _LONG_SLEEP_S else ""
+
+
 _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "announced-exit": lambda _: "its process announced its exit",
     "exit-status-0": lambda _: "its process ended with status 0, without its exit handlers",
@@ -170,7 +175,7 @@ _SIGNS: Mapping[SignKind, Callable[[Sign], str]] = {
     "spins": lambda sign: f"{_used_cpu(sign)}, as a thread does that waits for a device",
     "waits-for-core": lambda _: "it waits for a core",
     "no-cpu": lambda _: "it uses no CPU",
-    "waits-for": lambda sign: sign.about,
+    "waits-for": lambda sign: sign.about + _for_so_long(sign.amount),
     "lost-child": lambda sign: sign.about,
     "child-used-cpu": lambda sign: f"its child processes used {sign.amount:.1f} s of CPU",
     "child-waits-for-core": lambda _: "a child process waits for a core",
@@ -204,6 +209,7 @@ def completion_unknown(channel: Channel) -> str:
 
 # --- ranks, and their waits
 
+_LONG_SLEEP_S = 10.0
 _WAITS_MAX = 3  # collectives in which ranks wait
 _EXITS_MAX = 4  # ranks whose exits a finding lists
 

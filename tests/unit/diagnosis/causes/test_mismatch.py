@@ -10,7 +10,7 @@ from builders import Job, Step, all_reduce, at, collective, recv, send, training
 from goldens import hold
 from judging import blame, judge
 
-from commlens.model.collective import Frame, State
+from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation
 
 
@@ -238,3 +238,20 @@ def test_a_call_that_raised_and_after_which_the_program_went_on(
     assert ("Incorrect input list size" in verdict.explanation) is is_told
     if is_told:
         hold("mismatch/a-call-that-raised", verdict)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_a_checkpointed_function_that_ran_again_on_some_ranks(ranks: list[int]) -> None:
+    again = Frame("/site/torch/utils/checkpoint.py", 1688, "recompute_fn", FrameKind.TORCH)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 4, line=20)
+        callers = (again,) if rank in ranks else ()
+        yield all_reduce(job.world, 4 + rank, line=7, function="forward", callers=callers)
+
+    evidence = judge(Job(2).run(program).logs()).findings[0].evidence
+    told = [text for text in evidence if "checkpoint" in text]
+    assert told == [
+        "rank 0 issued it as an activation checkpoint ran its function again in backward; the"
+        " others did not."
+    ] * (ranks == [0])
