@@ -11,6 +11,7 @@ all members together, a transfer's time after the last one has come. Every time 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from commlens.model.collective import (
     CollectiveArgs,
     Frame,
     ProcessGroup,
+    Stack,
     State,
     TensorSpec,
 )
@@ -32,6 +34,15 @@ from commlens.model.ranklog import Observation, RankLog
 LINES = {"load": 12, "tp": 20, "experts": 24, "dp": 30, "pp": 40, "norm": 44}
 LOOK_S = 5.0
 RING = 2000  # records of a box, and entries of torch's recorder
+
+
+_STACKS: dict[str, Stack] = {kind: (Frame(SCRIPT, line, "train"),) for kind, line in LINES.items()}
+
+
+@functools.cache
+def _args(op: str, numel: int) -> CollectiveArgs:
+    spec = TensorSpec((numel,), "float32", "cuda")
+    return CollectiveArgs(op, DISPATCHER.get(op, op), (spec,), (spec,))
 
 
 @dataclass(frozen=True)
@@ -209,16 +220,15 @@ class DeviceJob:
         fault, op = self.fault, "all_to_all" if kind == "experts" else op
         if fault is not None and fault.kind == "work" and fault.rank == rank and kind == "experts":
             numel = int(numel * (fault.factor if self._is_on(issued) else 1.0))
-        spec = TensorSpec((numel,), "float32", "cuda")
         made = Collective(
             self._numbers[kind, rank] + 1_000_000 * len(kind),
             self._channels[kind, rank],
             self._numbers[kind, rank],
-            CollectiveArgs(op, DISPATCHER.get(op, op), (spec,), (spec,)),
+            _args(op, numel),
             State.UNKNOWN,
             START + int(issued * S),
             step=self.step,
-            stack=(Frame(SCRIPT, LINES[kind], "train"),),
+            stack=_STACKS[kind],
             returned_ns=START + int(issued * S) + 1000,
             **more,
         )

@@ -43,6 +43,8 @@ def job(
     logs = [
         RankLog(rank=rank, world_size=ranks, host="node", pid=100 + rank) for rank in range(ranks)
     ]
+    channel = Channel(group, device, runs_ahead=device != "cpu")
+    asked = CollectiveArgs("all_reduce", DISPATCHER["all_reduce"])
     now = [START] * ranks
     for step in range(steps):
         for line, work in ((10, None), (20, 2.0)):
@@ -51,16 +53,17 @@ def job(
                 for rank in range(ranks)
             ]
             end = max(arrived) + MS // 2
+            stack = (Frame(SCRIPT, line, "train"),)
             for rank, log in enumerate(logs):
                 op = Collective(
                     len(log.collectives) + 1,
-                    Channel(group, device, runs_ahead=device != "cpu"),
+                    channel,
                     len(log.collectives) + 1,
-                    CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]),
+                    asked,
                     State.COMPLETED,
                     arrived[rank],
                     step=step,
-                    stack=(Frame(SCRIPT, line, "train"),),
+                    stack=stack,
                     returned_ns=arrived[rank] + 1000,
                 )
                 if device != "cpu":
