@@ -136,6 +136,7 @@ class MissingCase(Case[Missing]):
     extra: ExtraLine | None
     lock_holders: list[LockHolder]
     notified: bool  # the first absent rank waits for another thread to wake it
+    strayed: Collective | None  # that an absent rank issued once in another group, from that line
     # the last collective of ranks that have finished without any optimizer step
     ended_after: Collective | None
 
@@ -366,6 +367,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
             extra=extra,
             lock_holders=holders,
             notified=_waits_to_be_woken(first),
+            strayed=_strayed(context, absence),
             ended_after=_ended_after(first, absence),
         )
     )
@@ -409,6 +411,23 @@ def _can_never_arrive(
 
 def _ended_after(view: RankView, absence: Absence) -> Collective | None:
     return view.last_op if absence.finished and not view.log.steps else None
+
+
+def _strayed(context: Context, absence: Absence) -> Collective | None:
+    """Return the one collective that an absent rank issued in another group from the line where
+    the others wait; None if it did so more often, or if a waiting rank did, too.
+    """
+    op, views = absence.edge.op, context.job.views
+    if op.is_point_to_point or not op.call_lines or op.is_setup or op.is_store_wait:
+        return None
+    line = _line_of(op)
+
+    def elsewhere(rank: int) -> list[Collective]:
+        at_line = (each for each in views[rank].history if _line_of(each) == line)
+        return [each for each in at_line if each.channel.key != op.channel.key]
+
+    own = elsewhere(absence.ranks[0])
+    return own[0] if len(own) == 1 and not elsewhere(absence.edge.rank) else None
 
 
 def _waits_to_be_woken(view: RankView) -> bool:

@@ -38,6 +38,7 @@ from commlens.text import (
     count,
     duration,
     frame_phrase,
+    group_phrase,
     joined,
     key_phrase,
     numbered,
@@ -254,6 +255,12 @@ def _evidence(context: Context, case: MissingCase) -> list[str]:
     view = context.job.views[absence.ranks[0]]
     evidence = _extra_line_evidence(absence, case.extra) if case.extra is not None else []
     evidence += about_signs(absence) + _lock_evidence(case)
+    if case.strayed is not None:
+        evidence.append(
+            f"{capital(rank_phrase(view.rank))} issued {op_phrase(case.strayed)} once at"
+            f" {frame_phrase(case.strayed.source)}, where {ranks_phrase(absence.waiting)} issued"
+            f" those of {group_phrase(absence.edge.op.channel.group)} alone."
+        )
     if error := view.log.thread_exception:
         raised = frame_phrase(user_frame(view.log.thread_exception_stack))
         where = f" at {raised}" if raised else ""

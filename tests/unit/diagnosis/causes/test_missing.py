@@ -910,3 +910,18 @@ def test_a_rank_that_left_without_its_exit_handlers() -> None:
 
     evidence = judge(Job(3).run(program).logs()).findings[0].evidence
     assert "rank 1: its process ended with status 0, without its exit handlers." in evidence
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_passed_another_group_once(times: int) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        alone = job.group(f"alone-{rank}", [rank])
+        for i in range(6):
+            strays = rank == 1 and i in range(3, 3 + times)
+            yield all_reduce(alone if strays else job.world, line=20)
+            yield all_reduce(alone, line=21)
+
+    evidence = judge(Job(3).run(program).logs()).findings[0].evidence
+    told = [text for text in evidence if "once at" in text]
+    assert len(told) == (times == 1)
+    assert not told or told[0].startswith("Rank 1 issued all_reduce #4 of group alone-1")
