@@ -84,7 +84,7 @@ def findings(folder: Path, jobs: Harness, program: str, size: int) -> list[dict[
 
 def test_a_rank_whose_splits_do_not_fit_its_own_tensors(tmp_path: Path, jobs: Harness) -> None:
     first, *others = findings(tmp_path, jobs, OWN_SPLITS, 2)
-    if TORCH >= (2, 15):  # the call fails before the rank issues anything
+    if TORCH >= (2, 14):  # the call fails before the rank issues anything
         assert (first["kind"], first["culprits"]) == ("dead", [1])
         assert "Split sizes" in first["summary"]
         return

@@ -187,7 +187,7 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
         outer: the user's frame that called it, and the frames around it.
     """
     for wrapper in frames[1:2]:
-        if "_exception_logger" in wrapper.frame.function:  # c10d's decorator, with the arguments
+        if wrapper.frame.file.endswith("/c10d_logger.py"):  # c10d's decorator, with the arguments
             passed = wrapper.values.get("args", "") + wrapper.values.get("kwargs", "")
             if "ProcessGroup" not in passed:
                 return DEFAULT_GROUP

@@ -149,7 +149,7 @@ def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
             frames=tuple(one.frame for one in seen),
             taken_ns=taken_ns,
             # a program may give any thread this name
-            is_main=native == pid if knows_main else name == "MainThread",
+            is_main=native == pid if knows_main else name == "MainThread" or len(answer) == 1,
         )
         threads.append(SeenThread(stack, seen, bool(thread.get("owns_gil"))))
     threads.sort(key=lambda one: not one.stack.is_main)

@@ -25,6 +25,19 @@ def test_the_profile_of_py_spy() -> None:
     }
 
 
+def test_the_main_thread_is_known_without_its_number() -> None:
+    """As of a process of Python 3.10 that is not paused, where nothing imports threading."""
+
+    def are_main(*names: str | None) -> list[bool]:
+        answer = [{"os_thread_id": None, "thread_name": name, "frames": []} for name in names]
+        threads = pyspy.parse(answer, 7, lambda _: FrameKind.USER, 0).threads
+        return [thread.stack.is_main for thread in threads]
+
+    assert are_main(None) == [True]
+    assert are_main("loader", "MainThread") == [True, False]
+    assert are_main(None, None) == [False, False]
+
+
 def test_a_refusal_names_the_capability_or_the_setting() -> None:
     refused = pyspy.why_refused(os.getpid(), "Permission Denied")
     assert "ptrace_scope" in refused or "SYS_PTRACE" in refused

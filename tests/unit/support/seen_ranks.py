@@ -30,9 +30,8 @@ def call(
     op: str, line: int, *, step: int = 6, passed: str = "", **values: object
 ) -> list[SeenFrame]:
     """A rank in one of torch.distributed's functions, called at a line of the user's code."""
-    wrapper = frame(
-        "_exception_logger.<locals>.wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}"
-    )
+    # under Python 3.10, py-spy has no more of its name
+    wrapper = frame("wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}")
     return [
         frame(op, 3252, C10D, group=GROUP, **values),
         wrapper,
