@@ -10,8 +10,12 @@ from builders import Die, Job, Stay, Step, all_reduce, recv
 from goldens import hold
 from judging import judge
 
+from commlens.diagnosis.words.next_steps import recomputed_step
+from commlens.model.cause import CollectiveRef, Recomputed
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation
+from commlens.model.worlds import JobWorld, Worlds
+from commlens.text import naming_worlds
 
 
 def training(fault: object = None, extra: bool = False, backend: str = "gloo") -> object:
@@ -152,3 +156,11 @@ def test_ranks_that_only_receive_are_told_to_send() -> None:
     verdict = judge(Job(2).run(program).logs())
     assert (verdict.kind, verdict.culprits) == ("cycle", [])
     hold("cycle/all-receive", verdict)
+
+
+def test_the_peer_of_a_recomputed_message_is_named_by_its_world() -> None:
+    again = Recomputed(0, CollectiveRef("recv", 2, peer=2), 1, "train.py:13")
+    worlds = Worlds((JobWorld("trainer", 0, 2), JobWorld("rollout", 2, 2)))
+    with naming_worlds(worlds):
+        assert "let rollout 0 send again" in recomputed_step(again)
+    assert "let rank 2 send again" in recomputed_step(again)
