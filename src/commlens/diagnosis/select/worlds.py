@@ -112,16 +112,8 @@ class _Groups:
         self._ranks: dict[tuple[StoreIdentity, int], tuple[int, ...]] = {}
         # by rank beyond the size of its world: its number
         self._beyond: dict[tuple[JobWorld, int], int] = {}
-        claims: dict[StoreIdentity, list[_Claim]] = defaultdict(list)
-        labels: dict[StoreIdentity, str] = {}
-        for world, logs in self._worlds.items():
-            for log in logs:
-                for made, label in _made_by(log).items():
-                    identity = identity_of(log, made)
-                    number, has_ended = world.first + log.rank, log.observation.has_ended
-                    claims[identity].append(_Claim(made.member, number, has_ended))
-                    labels[identity] = label
-        # of groups of which a member is not known
+        claims, labels = self._claims_and_labels()
+        # the processes that wait for such a member themselves: none of them is the missing one
         self._incomplete = {
             claim.number
             for identity, known in claims.items()
@@ -137,6 +129,21 @@ class _Groups:
             else:  # a store in memory, say: nothing shows which of these processes meet
                 for claim in known:
                     self._place_members(identity, [claim], label)
+
+    def _claims_and_labels(
+        self,
+    ) -> tuple[dict[StoreIdentity, list[_Claim]], dict[StoreIdentity, str]]:
+        """Return, by group, the processes that say that they are in it, and its label."""
+        claims: dict[StoreIdentity, list[_Claim]] = defaultdict(list)
+        labels: dict[StoreIdentity, str] = {}
+        for world, logs in self._worlds.items():
+            for log in logs:
+                for made, label in _made_by(log).items():
+                    identity = identity_of(log, made)
+                    number, has_ended = world.first + log.rank, log.observation.has_ended
+                    claims[identity].append(_Claim(made.member, number, has_ended))
+                    labels[identity] = label
+        return claims, labels
 
     def _place_members(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
         """Set the members of a group for the processes that claim to be in it. If two living ones
