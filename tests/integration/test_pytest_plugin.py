@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -28,13 +27,13 @@ from commlens.testing import assert_collectives, run_on_ranks
 from conftest import SOURCE
 
 SUITE = """
-import os, time
+import os, signal, time
 import pytest, torch, torch.distributed as dist
 import torch.multiprocessing as mp
 
 def load_batch(file):
     open(file + "-hangs", "w").close()
-    time.sleep(120)
+    signal.pause()
 
 def rank_main(rank, file):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
@@ -65,7 +64,7 @@ import pytest, torch, torch.distributed as dist
 def load_batch():
     # as the clock of pytest-timeout does; from another thread, so that this one stands still
     threading.Timer(4, os.kill, (os.getppid(), signal.SIGALRM)).start()
-    time.sleep(120)
+    signal.pause()
 
 def train(how):
     dist.all_reduce(torch.ones(4))
@@ -189,7 +188,7 @@ def test_a_setting_that_is_wrong_is_said_before_any_test_runs(
 
 
 def load_batch() -> None:
-    time.sleep(120)
+    signal.pause()
 
 
 def train(how: str) -> tuple[int, float]:
