@@ -1539,6 +1539,36 @@ def test_only_the_wanted_steps(fake: None) -> None:
     assert trace.coverage.recorded == trace.coverage.dispatched == 4
 
 
+@pytest.mark.parametrize("fails", ["record", "listener", "step"])
+def test_only_a_collective_that_is_not_recorded_is_lost(
+    fake: None, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    model = Talker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace() as trace:
+        tracer = trace.tracer
+        dist.all_reduce(torch.ones(4))
+        with monkeypatch.context() as patched:
+            if fails == "record":
+                patched.setattr(tracer._stacks, "find", fail)
+            elif fails == "listener":
+                patched.setattr(tracer, "on_collective", [fail])
+            else:
+                patched.setattr(tracer.modules, "step_ended", fail)
+            model(batch()).sum().backward()
+            optimizer.step()
+    lost = 2 if fails == "record" else 0
+    assert trace.coverage.dispatched - trace.coverage.recorded == lost
+    assert trace.coverage.blind == (["2 of 3 collectives could not be recorded."] if lost else [])
+    assert [each.message for each in caplog.records] == [
+        "commlens could not trace a collective or a step, and continues without it:"
+        " RuntimeError: broken"
+    ]
+
+
 def test_long_runs_are_summarised(fake: None) -> None:
     model = Talker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -119,7 +119,6 @@ class Tracer(tap.WaitSubscriber):
         self.events: list[RawEvent] = []
         self.steps = 0  # optimizer steps that have ended
         self.dispatched = 0  # collectives in the wanted steps, recorded or lost
-        self.lost = 0  # to an error of ours
         self.ops: Any = None  # the dispatch mode, at depth ops
         self._summaries: dict[Any, _Summary] = {}
         self._summarised = 0
@@ -150,7 +149,7 @@ class Tracer(tap.WaitSubscriber):
         self._started_ns = 0
         self._started_unix_ns = 0
         self._running = False
-        self._logged = False
+        self._failed = False  # the first error was logged
 
     # --- start and stop
 
@@ -205,7 +204,7 @@ class Tracer(tap.WaitSubscriber):
     def clear(self) -> None:
         """Forget the collectives and steps so far. Modules and their parameters stay known."""
         self.events, self._summaries, self._summarised = [], {}, 0
-        self.steps = self.dispatched = self.lost = 0
+        self.steps = self.dispatched = 0
 
     # --- called by the tap
 
@@ -532,6 +531,7 @@ class Tracer(tap.WaitSubscriber):
             converter.add(group)
         rank, world_size = self._rank_and_size or rank_and_world()
         recorded = sum(event.count for event in events)
+        lost = self.dispatched - recorded if self._failed else 0
         return TraceData(
             commlens_version=__version__,
             torch_version=str(torch.__version__),
@@ -553,7 +553,9 @@ class Tracer(tap.WaitSubscriber):
                 dispatched=self.dispatched,
                 recorded=recorded,
                 unclassified=sum(event.count for event in events if not event.classified),
-                blind=[f"{self.lost} collectives could not be recorded."] if self.lost else [],
+                blind=[f"{lost} of {self.dispatched} collectives could not be recorded."]
+                if lost > 0
+                else [],
             ),
         )
 
@@ -582,11 +584,10 @@ class Tracer(tap.WaitSubscriber):
         )
 
     def _fail(self, error: Exception) -> None:
-        self.lost += 1
-        if not self._logged:
-            self._logged = True
+        if not self._failed:
+            self._failed = True
             log.warning(
-                "commlens could not trace a collective and continues without it: %s: %s",
+                "commlens could not trace a collective or a step, and continues without it: %s: %s",
                 type(error).__name__,
                 error,
             )
