@@ -693,8 +693,24 @@ def test_contexts_inside_one_another(mesh):
         dist.all_reduce(x)
     dist.all_reduce(x)
     assert outer.get_comm_counts() == {c10d.allreduce_: 2}
-    assert [event.op for event in outer.trace().events] == ["all_reduce"] * 2
+    assert [(event.op, event.sequence) for event in outer.trace().events] == [
+        ("all_reduce", 1),
+        ("all_reduce", 2),
+    ]
     assert inner.get_comm_counts() == {c10d.allreduce_: 1, functional.all_reduce: 1}
+
+
+def test_entering_again_ends_the_setup(mesh):
+    mode, layer = CommDebugMode(), nn.Linear(4, 4)
+    with mode:
+        for _ in range(2):
+            dist.broadcast(torch.ones(4), 0)
+        layer(torch.ones(4))
+        assert mode.trace().data.setup_until == 2
+        with mode:
+            dist.broadcast(torch.ones(4), 0)
+            layer(torch.ones(4))
+    assert mode.trace().data.setup_until == 0
 
 
 def test_an_exception_leaves_nothing_behind(mesh):

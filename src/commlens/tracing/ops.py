@@ -242,6 +242,7 @@ class OpsMode(EagerMode):
         with self._lock:
             self._settled, self._after, self._records = [], array("q"), {}
             self._fresh.clear()
+            self._sequence = 0
             self.rows.clear()
             self._backward_places.clear()
 

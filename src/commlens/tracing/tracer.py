@@ -86,6 +86,32 @@ class _Summary:
     count: int = 0
 
 
+@dataclass(slots=True)
+class _Setup:
+    """The collectives that the program issues before its first step begins."""
+
+    is_over: bool = False
+    last: int | None = None
+    """The sequence number of the last one; 0: there is none. None: unknown, since the setup is not
+    over, or ended unseen.
+    """
+
+    def has(self, event: RawEvent | TraceEvent) -> bool:
+        """Return whether a collective was issued in the setup."""
+        return event.sequence <= (self.last or 0)
+
+    def last_unrepeated(self, events: list[TraceEvent]) -> int | None:
+        """Return ``last`` without collectives that later steps issue again, such as a batch's
+        broadcast: these belong to the first step.
+        """
+        if not self.last:
+            return self.last
+        repeated = {_call_site(event) for event in events if (event.last_step or event.step) > 0}
+        return max(
+            (e.sequence for e in events if self.has(e) and _call_site(e) not in repeated), default=0
+        )
+
+
 class Tracer(tap.WaitSubscriber):
     """Traces the collectives of this process between ``start()`` and ``stop()``."""
 
@@ -131,8 +157,7 @@ class Tracer(tap.WaitSubscriber):
         self._backward_waits = BackwardWaits()
         self.modules.on_leave.append(self.parameters.left)
         self.modules.on_enter.append(self._setup_ended)
-        # sequence number of the setup's last collective; None until the first forward begins
-        self._setup_until: int | None = None
+        self._setup = _Setup()
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}  # by a thread's id: its number in the trace
         # Events whose wait is still to come: by thread, if its call waits itself; by Work, few and
@@ -205,6 +230,9 @@ class Tracer(tap.WaitSubscriber):
         """Forget the collectives and steps so far. Modules and their parameters stay known."""
         self.events, self._summaries, self._summarised = [], {}, 0
         self.steps = self.dispatched = 0
+        self._sequence = itertools.count(1).__next__
+        if self._setup.last:
+            self._setup.last = 0  # what follows is numbered anew, and belongs to steps
 
     # --- called by the tap
 
@@ -260,7 +288,7 @@ class Tracer(tap.WaitSubscriber):
         event.thread = self._threads.get(thread, -1)
         if event.thread < 0:
             event.thread = self._threads.setdefault(thread, len(self._threads))
-        if self._setup_until is None and event.phase is not Phase.OUTSIDE:
+        if not self._setup.is_over and event.phase is not Phase.OUTSIDE:
             self._setup_ended()
         event.sequence = self._sequence()
         event.step = self.steps
@@ -424,23 +452,10 @@ class Tracer(tap.WaitSubscriber):
         self.modules.on_enter = [
             listener for listener in self.modules.on_enter if listener != self._setup_ended
         ]
-        # If steps have ended without a pass, the end of the setup stays unknown.
+        # If steps have ended without a pass, nobody saw where the setup ended.
+        self._setup.is_over = True
         if not self.steps:
-            self._setup_until = self.events[-1].sequence if self.events else 0
-
-    def _end_of_setup(self, events: list[TraceEvent]) -> int | None:
-        """Return the sequence number of the setup's last collective. A collective that later steps
-        issue again, such as a batch's broadcast, belongs to its step.
-        """
-        if not self._setup_until:
-            return self._setup_until
-        repeated = {_call_site(event) for event in events if (event.last_step or event.step) > 0}
-        setup = [
-            event.sequence
-            for event in events
-            if event.sequence <= self._setup_until and _call_site(event) not in repeated
-        ]
-        return max(setup, default=0)
+            self._setup.last = self.events[-1].sequence if self.events else 0
 
     def traced_steps(self) -> int:
         """Return how many of the requested steps have completed."""
@@ -506,7 +521,7 @@ class Tracer(tap.WaitSubscriber):
             event.cause,
             event.functional,
             event.microbatch,
-            event.sequence <= (self._setup_until or 0),
+            self._setup.has(event),
         )
         summary = self._summaries.get(key)
         if summary is None:
@@ -543,7 +558,7 @@ class Tracer(tap.WaitSubscriber):
             started_unix_ns=self._started_unix_ns,
             steps=self.traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
-            setup_until=self._end_of_setup(events),
+            setup_until=self._setup.last_unrepeated(events),
             groups=converter.groups,
             modules=[self._traced_module(row) for row in self.modules.rows],
             events=events,
