@@ -14,6 +14,7 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,12 +36,14 @@ Ranks = tuple[int, ...]
 
 
 class ValueOrigin(NamedTuple):
-    """The origin of a value that went through collectives."""
+    """The origin of a value that went through collectives. A value that the rank computes alone
+    has no origin: None.
+    """
 
     alike: frozenset[Ranks] = frozenset()
     """The groups in which the collectives gave every member the same value."""
     known: bool = False
-    """This rank has sent the value, so it knows what the other ranks will get."""
+    """This rank knows the value nevertheless: it sent it, or computed it from what it sent."""
     received: bool = False
     """Only some ranks received the value; the others know it, or do not need it."""
     undelivered: bool = False
@@ -75,28 +78,39 @@ _SHAPED_BY_VALUES = {
 
 
 def joined(origins: Sequence[ValueOrigin | None]) -> ValueOrigin | None:
-    """Return the origin of a result that is computed from values of these origins. None stands for
-    a value that the rank computes alone, so that other ranks may have another one.
+    """Return the origin of a result that is computed from values of these origins.
+
+    It is the same on the ranks of a group only if all values are, and a value that the rank
+    computes alone (None) may differ on any other rank. A rank that knows all values knows the
+    result: if it is not the same in any group, the rank computes it alone.
     """
-    others = [origin for origin in origins if origin is not None]
-    if all(origin.known for origin in others):
-        alike = frozenset.intersection(*(origin.alike for origin in others)) if others else None
-        return ValueOrigin(alike, known=True) if alike and len(others) == len(origins) else None
+    sent = [origin for origin in origins if origin is not None]
     alike = frozenset[Ranks]()
-    if len(others) == len(origins):
-        alike = frozenset.intersection(*(origin.alike for origin in others))
+    if sent and len(sent) == len(origins):
+        alike = frozenset.intersection(*(origin.alike for origin in sent))
+    if all(origin.known for origin in sent):
+        return ValueOrigin(alike, known=True) if alike else None
     return ValueOrigin(
         alike,
-        received=any(origin.received for origin in others),
-        undelivered=any(origin.undelivered for origin in others),
+        received=any(origin.received for origin in sent),
+        undelivered=any(origin.undelivered for origin in sent),
     )
 
 
 def alike_in(origin: ValueOrigin, world_size: int) -> bool:
-    """Check whether a value of this origin is the same on all ranks: whether the groups, such as
-    the dimensions of a mesh, span the world together.
+    """Check whether a value of this origin is the same on all ranks: whether its groups have every
+    rank, or are dimensions of a mesh that span the world together.
+
+    This rank knows only its own groups, one of each dimension. Dimensions meet in this rank alone.
     """
-    return bool(origin.alike) and math.prod(map(len, origin.alike)) >= world_size
+    if not origin.alike:
+        return False
+    groups = [set(ranks) for ranks in origin.alike]
+    widest = [group for group in groups if not any(group < other for other in groups)]
+    are_dims = all(len(one & other) == 1 for one, other in itertools.combinations(widest, 2))
+    return len(set().union(*groups)) == world_size or (
+        are_dims and math.prod(map(len, widest)) == world_size
+    )
 
 
 class Origins(EagerMode, tap.Subscriber):
@@ -117,8 +131,9 @@ class Origins(EagerMode, tap.Subscriber):
         super().__init__()
         self._on_read = on_read
         self._on_shape = on_shape
-        # By address of a storage, which stays its own as long as we refer to it. What we keep of a
-        # dead one lies between blocks that malloc cannot join: many of them cost gigabytes.
+        # By address of a storage, which no other one gets as long as we refer to it. But the
+        # reference also keeps the header of a dead storage allocated, and malloc cannot join the
+        # free memory on both sides of it: many dead ones cost gigabytes, so mark() drops them.
         self._origins: dict[int, tuple[StorageWeakRef, ValueOrigin]] = {}
         self._purge_at = _FIRST_PURGE
         self.groups = Groups()
@@ -146,7 +161,7 @@ class Origins(EagerMode, tap.Subscriber):
         return UNKNOWN if fake else None
 
     def mark(self, tensor: Any, origin: ValueOrigin | None) -> None:
-        """Set the origin of a tensor's values; None: the rank knows them."""
+        """Set the origin of a tensor's values; None if the rank computes them alone."""
         storage = storage_of(tensor)
         if storage is None:
             return
@@ -177,7 +192,7 @@ class Origins(EagerMode, tap.Subscriber):
         origin = joined([self.of(each) for each in (given[1:] if copies else given)])
         result = func._op(*args, **(kwargs or {}))  # without a frame of torch's in stacks
         if func.namespace in ("c10d", *_FUNCTIONAL):
-            self._reduce_again(func, origin, result)
+            self._keep_groups_of_input(func, origin, result)
         elif func in READS:
             self._on_read(origin)
         else:
@@ -216,9 +231,9 @@ class Origins(EagerMode, tap.Subscriber):
             else:
                 self.mark(tensor, origin)
 
-    def _reduce_again(self, func: Any, origin: ValueOrigin | None, result: Any) -> None:
-        """Mark the result of the functional all_reduce, which reduces a copy, so that the tap does
-        not see it.
+    def _keep_groups_of_input(self, func: Any, origin: ValueOrigin | None, result: Any) -> None:
+        """Add the groups in which the input of the functional all_reduce was alike to its result.
+        C++ reduces a copy, made below this mode: the tap sees it reduced, but not what it is of.
         """
         if origin is not None and func._schema.name.endswith("::all_reduce"):
             for tensor in tensors_in(result):

@@ -126,6 +126,25 @@ def test_groups_of_a_mesh_span_the_world_together(asked: Asked) -> None:
     assert alike_in(both, 4)
 
 
+@pytest.mark.parametrize(
+    ("groups", "world_size", "spans"),
+    [
+        ([(0, 1), (0, 2), (0, 4)], 8, True),
+        ([(0, 1), (0, 1, 2)], 6, False),  # they meet in two ranks, so they are no dimensions
+        ([(0, 1), (0, 1, 2), (0, 3)], 6, True),
+        ([(0, 1, 2), (0, 1, 3), (0, 4)], 5, True),  # they reach every rank, dimensions or not
+        ([(0, 1), (0, 2), (0, 3)], 6, False),
+        ([(0, 1)], 4, False),
+        ([(0, 1, 2, 3), (0, 1)], 4, True),
+        ([], 1, False),
+    ],
+)
+def test_groups_that_reach_every_rank(
+    groups: list[tuple[int, ...]], world_size: int, spans: bool
+) -> None:
+    assert alike_in(ValueOrigin(frozenset(groups)), world_size) is spans
+
+
 def test_a_reduce_scatter_ends_that_ranks_have_the_same(asked: Asked) -> None:
     x, part = torch.ones(4), torch.ones(1)
     dist.all_reduce(x)
