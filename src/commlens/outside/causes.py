@@ -18,7 +18,6 @@ cause says how sure it can be, and names no rank where the evidence does not dec
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -236,6 +235,7 @@ def _moving(job: SeenJob) -> Found[Working]:
 
 # --- all ranks wait in calls
 
+_SIDES_LISTED: Final = 8  # the largest
 _BLIND: Final = frozenset({"request", "device"})
 """Calls that do not show which ranks they wait for."""
 
@@ -345,9 +345,10 @@ def _sides(job: SeenJob, stuck: Sequence[RankSample]) -> Found[Any]:
     if len(sides) == 1:
         return _out_of_round(job) or _find_stuck_inside(job)
     world = job.world_of(stuck[0].rank)
-    if all(one.rank in world for one in stuck) and not any(
-        one.call.by_hand for one in stuck if one.call is not None
-    ):
+    are_of_one_world = all(one.rank in world for one in stuck)
+    # a group made by hand may have members in other worlds
+    are_calls_of_it = not any(one.call is not None and one.call.by_hand for one in stuck)
+    if are_of_one_world and are_calls_of_it:
         return Found("sides", _disagreement(job, sides, stuck), sides[0][0].line, sides)
     return Found("apart", _stuck_inside_cause(job, []), sides[0][0].line, sides)
 
@@ -392,7 +393,7 @@ def _disagreement(
                 Arguments(root=side[0].call.root),
                 source_of(side[0]),
             )
-            for side in sides[:-9:-1]
+            for side in [*reversed(sides)][:_SIDES_LISTED]
             if side[0].call is not None
         ],
         other_round=other_round,
@@ -488,17 +489,16 @@ def _stuck_inside_cause(job: SeenJob, busy: list[int]) -> StuckInside:
 
 
 def _odd_round(members: Sequence[RankSample]) -> LoopRound | None:
-    """Return the only rank whose loop variable differs from all others', or the one of two ranks
-    that is ahead; None if there is none. The first loop variable whose values are two decides.
+    """Return the only rank whose loop is in another round than all others', or the one of two ranks
+    that is ahead; None if there is none. The first loop variable that shows such a rank decides.
     """
     for name in members[0].counters:
-        counts = Counter(one.counters.get(name) for one in members)
-        if None in counts or len(counts) != 2:
+        if any(name not in one.counters for one in members):
             continue
-        rank_of = {one.counters[name]: one.rank for one in members}
-        by_count = sorted(rank_of, key=lambda value: counts[value])
-        odd, others = sorted(rank_of, reverse=True) if len(members) == 2 else by_count
-        if counts[odd] == 1:
-            variable = name.rpartition(".")[2]  # "main.step" -> "step"
-            return LoopRound(rank_of[odd], variable, odd, others)
+        ranks_at = grouped((one.counters[name], one.rank) for one in members)
+        if len(ranks_at) == 2:
+            odd, others = sorted(ranks_at, key=lambda value: (len(ranks_at[value]), -value))
+            if len(ranks_at[odd]) == 1:
+                variable = name.rpartition(".")[2]  # "main.step" -> "step"
+                return LoopRound(ranks_at[odd][0], variable, odd, others)
     return None

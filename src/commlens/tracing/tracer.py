@@ -337,17 +337,16 @@ class Tracer(tap.WaitSubscriber):
         self._attribute_to_owner(event, frame)
 
     def _attribute_to_owner(self, event: RawEvent, frame: FrameType | None) -> None:
-        """Set the owner: the library, and whose parameters or gradients are sent. It shows the path
-        where no module call does; and that of a bucket of DDP, which is issued in the node of one
-        parameter and carries those of many modules.
+        """Set the owner: the library, and the module whose parameters or gradients are sent. This
+        module's path becomes the event's where no module call gave it one. So it does for a bucket
+        of DDP, which autograd issues at one parameter, but which carries gradients of many modules.
         """
         info, args = event.info, event.args
         event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
         is_bucket = event.owner is not None and event.owner.library == "DDP"
         if owners_path is not None and (event.path is None or is_bucket):
             event.path, event.call = owners_path, None
-            # From C++ without Python, or in a final callback: only backward does that.
-            if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
+            if frame is None:  # without Python on the stack: DDP's reducer, in backward
                 event.phase = Phase.BACKWARD
         elif event.path is None and event.phase is Phase.BACKWARD:
             # in the hook of a parameter's gradient
@@ -381,7 +380,8 @@ class Tracer(tap.WaitSubscriber):
                 if boxed is not None:
                     self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAME_EVERY == 0:
-                # the dispatcher's object takes 10 KB; twice the number, as threads may overtake
+                # A reduce op of the dispatcher takes 10 KB. The slice is twice as long as needed,
+                # because other threads may have added events since this one.
                 for recent in self.events[-2 * _NAME_EVERY :]:
                     recent.reduce_op = reduce_op_text(recent.reduce_op)
             if len(self.events) >= _SUMMARISE_AT:

@@ -1,8 +1,8 @@
 """Parse the lines in which a scheduler, a container's runtime, the kernel or a launcher says that
 it ended a job, or that a process of the job ended.
 
-The lines of torch's store in which it cannot connect or listen are of this kind, too: the program
-ends by them, if it cannot later.
+So are the lines in which torch's store says that it cannot connect or listen yet: unless it can
+later, the program ends because of that.
 
 Slurm 20 to 24, Kubernetes 1.20 to 1.33, Ray 2.0 to 2.50, DeepSpeed 0.8 to 0.17, torchrun 1.9 to
 2.15, the kernel's OOM killer, bash. Pure functions of one line.
@@ -24,7 +24,7 @@ INTERESTING: Final = re.compile(
     rb"|KILLED BY SIGNAL|BAD TERMINATION|terminated with code|ProcessExitedException"
     rb"|ray\.exceptions\.|died unexpectedly|CalledProcessError: |\[c10d\] The (?:client|server|IPv)"
 )
-"""Matches every line worth parsing."""
+"""Matches every line that :class:`LogParser` can use for this, and others: a first, cheap test."""
 
 # Accelerate's, of what it launched: a healthy program may try other commands that fail
 _LAUNCHED: Final = (
@@ -90,6 +90,7 @@ _ENDINGS: Final[tuple[tuple[JobEnding, re.Pattern[str]], ...]] = (
     ),
     (
         "cancelled",
+        # a job that Slurm requeues starts again: nobody cancelled it
         re.compile(
             r"slurmstepd\S*: error: \*\*\* JOB \d+ ON \S+ CANCELLED AT (?!\S+ DUE TO JOB REQUEUE)"
         ),
