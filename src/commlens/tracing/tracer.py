@@ -545,8 +545,6 @@ class Tracer(tap.WaitSubscriber):
         for group in self._groups.by_name.values():
             converter.add(group)
         rank, world_size = self._rank_and_size or rank_and_world()
-        recorded = sum(event.count for event in events)
-        lost = self.dispatched - recorded if self._failed else 0
         return TraceData(
             commlens_version=__version__,
             torch_version=str(torch.__version__),
@@ -564,15 +562,18 @@ class Tracer(tap.WaitSubscriber):
             events=events,
             ops=list(self.ops.traced_ops()) if self.ops is not None else [],
             hazards=self.buffers.hazards() if self.buffers is not None else [],
-            coverage=Coverage(
-                dispatched=self.dispatched,
-                recorded=recorded,
-                unclassified=sum(event.count for event in events if not event.classified),
-                blind=[f"{lost} of {self.dispatched} collectives could not be recorded."]
-                if lost > 0
-                else [],
-            ),
+            coverage=self._coverage(events),
         )
+
+    def _coverage(self, events: list[TraceEvent]) -> Coverage:
+        """Return how many collectives are in these events, and how many are missing."""
+        recorded = sum(event.count for event in events)
+        unclassified = sum(event.count for event in events if not event.classified)
+        found = Coverage(self.dispatched, recorded, unclassified)
+        lost = found.dispatched - recorded
+        if self._failed and lost > 0:
+            found.blind.append(f"{lost} of {found.dispatched} collectives could not be recorded.")
+        return found
 
     def _converted(self, converter: TraceEvents) -> list[TraceEvent]:
         """Return the events and the summaries in the form of a trace, in order."""
