@@ -34,7 +34,9 @@ class Column(msgspec.Struct):
 
     ranks: list[int]
     cells: list[EntryCell | None]
-    forgotten: list[bool]  # for each missing cell, whether the ring buffer may have overwritten it
+    # for each missing collective, whether the ring buffer may have overwritten it; never for
+    # messages
+    forgotten: list[bool]
     role: str = ""
 
 

@@ -55,7 +55,9 @@ class RankEntries(msgspec.Struct):
     rank: int
     group: str = ""  # "group dp [0-3]"
     cells: dict[int, EntryCell] = {}  # by sequence number
-    first: int = 0  # the oldest sequence number that the rank's ring buffer still holds
+    # the oldest sequence number that the rank's ring buffer still holds; by default below all
+    # numbers
+    first: int = -_BESIDE
     elsewhere: str = ""  # the oldest op in flight that the table does not show
 
 

@@ -153,6 +153,22 @@ def test_messages_are_in_each_ranks_own_order() -> None:
     assert any("recv from 3 in flight" in line for line in lines)
 
 
+def test_messages_that_a_rank_never_issued_are_not_counted_as_overwritten() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(2 if rank < 2 else 5):
+            yield (
+                send(job.world, rank ^ 1, 10, line=5)
+                if rank % 2
+                else recv(job.world, rank ^ 1, 10, line=6)
+            )
+
+    table = table_of(Job(4).run(program).logs(), EntrySelection("0", (0, 1, 2, 3), messages=True))
+    assert len(table.numbers) == 5
+    fewer = next(column for column in table.columns if column.ranks == [0])
+    assert [cell is None for cell in fewer.cells] == [True, True, True, False, False]
+    assert not any(fewer.forgotten)
+
+
 def test_ranks_and_groups_can_be_chosen() -> None:
     logs = stuck(4, 2)
     verdict = diagnose_logs(logs)
