@@ -60,6 +60,7 @@ from commlens.model.cause import (
 from commlens.model.health import HealthEvent, What
 from commlens.model.verdict import Action, Because, Do, Finding, Verdict
 from commlens.model.xids import xid
+from commlens.text import signal_name
 
 Decided = tuple[Do, Because, Confidence]
 """What to do, why, and how sure that is: a row of the tables."""
@@ -164,7 +165,8 @@ def action_of(
     decided = _told_by_logs(told) if told is not None else _decide(first, broken)
     _, because, confidence = decided
     nodes = _gone(cause) or sorted({each.node for each in broken}) or _hosts_of(verdict, hosts)
-    sure = confidence if first.certain and not broken else _lower(confidence, first.confidence)
+    # Whoever is to blame, a job is stopped or retried; but the node to leave out is a culprit's.
+    sure = confidence if first.certain and not broken else _less_sure(confidence, first.confidence)
     return Action(
         _on_nodes(decided, nodes, {*hosts.values()}, by_logs=told is not None),
         because,
@@ -192,9 +194,9 @@ def _hosts_of(verdict: Verdict, hosts: Mapping[int, str]) -> list[str]:
     return sorted({hosts[rank] for rank in verdict.culprits if rank in hosts})
 
 
-def _lower(one: Confidence, other: Confidence) -> Confidence:
-    order = get_args(Confidence)
-    return max(one, other, key=order.index)
+def _less_sure(one: Confidence, other: Confidence) -> Confidence:
+    from_high_to_low = get_args(Confidence)
+    return max(one, other, key=from_high_to_low.index)
 
 
 def _first_fault(verdict: Verdict) -> Finding | None:
@@ -290,18 +292,26 @@ def _stuck_inside(cause: StuckInside) -> Decided:
 def _dead(cause: Dead) -> Decided:
     if cause.why == "out-of-memory":
         return "stop", "memory", "medium"
-    by_signal = cause.status.isdecimal() and int(cause.status) > _SHELL_SIGNAL
-    if cause.why == "exit" and not by_signal:
-        return "stop", "exception", "medium"
-    if cause.why == "killed" and cause.signal in CRASHES:
+    if cause.why not in ("killed", "exit"):
+        return _raised(cause.error, "medium" if cause.doubt else "high")
+    signal = cause.signal or _signal_in(cause.status)
+    if signal in CRASHES:
         # one that no rank waits for, and after which no other failed, may have done its work
         return ("retry", "crashed", "low") if cause.waits or cause.victims else NOT_KNOWN
-    if cause.why in ("killed", "exit"):
-        return "retry", "killed", "low"
-    return _raised(cause.error, "medium" if cause.doubt else "high")
+    if cause.why == "exit" and not signal:
+        return "stop", "exception", "medium"
+    return "retry", "killed", "low"
 
 
-_SHELL_SIGNAL: Final = 128  # a shell exits with this and the signal of its child
+def _signal_in(status: str) -> str:
+    """Return the signal that ended a shell's child: the shell then exits with 128 and its number.
+    Empty if the exit status is another, such as the 255 of ``sys.exit(-1)``.
+    """
+    number = int(status) - 128 if status.isdecimal() else 0
+    return signal_name(number) if 0 < number <= _SIGNALS else ""
+
+
+_SIGNALS: Final = 64  # of Linux
 
 
 def _raised(text: str, confidence: Confidence) -> Decided:
@@ -406,8 +416,8 @@ memory, at whatever line, the program counts as the reason.
 _MAY_BE_THE_PROGRAM: Final[frozenset[Because]] = frozenset(
     {"data", "connection", "stuck", "crashed", "killed", "memory", "stale-address", "not-known"}
 )
-"""Reasons that do not say why the fault should come back: if it does at the same line, either the
-program or the node is at fault."""
+"""Reasons that may pass by themselves: if the fault comes back at the same line, either the program
+or the node is at fault."""
 
 
 class Attempt(msgspec.Struct):
@@ -445,7 +455,8 @@ def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
     action = verdict.action
     if action is None:
         return None
-    if action.because != "stale-address":  # torch's own, by which a restart may fail in between
+    # Attempts between these may have failed because a restart of torch's met the former address.
+    if action.because != "stale-address":
         before = [each for each in before if _reason(each) != "stale-address"]
     same = [*takewhile(partial(_is_same, action, verdict), before)]
     alike = [*takewhile(lambda each: each.is_short and _reason(each) == action.because, before)]
@@ -462,9 +473,10 @@ def with_attempts(verdict: Verdict, before: Sequence[Attempt]) -> Action | None:
 
 
 def _node_at_fault(action: Action, verdict: Verdict, same: Sequence[Attempt]) -> str | None:
-    """Return the node on which another rank was at fault in an earlier attempt; None if there is
-    none. A rank that is at fault on any node has a fault of the program. In a job of several worlds
-    the numbers of processes are the verdict's own, so they cannot be compared.
+    """Return the one node that is at fault now and in the same attempts; None if there is none, or
+    if the same rank was at fault each time: on whatever node, the program is then at fault. In a
+    job of several worlds the numbers of processes are the verdict's own, so they cannot be
+    compared.
     """
     if verdict.worlds or all(each.culprits == verdict.culprits for each in same):
         return None

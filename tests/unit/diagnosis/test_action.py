@@ -107,6 +107,10 @@ def verdict_on(
         (dead(error="RuntimeError: No CUDA GPUs are available"), "exclude-node", "settings"),
         (dead("exit"), "stop", "exception"),
         (replace(dead("exit"), status="137"), "retry", "killed"),
+        (replace(dead("exit"), status="139"), "retry", "crashed"),
+        (replace(dead("exit"), status="139", victims=[]), "unknown", "not-known"),
+        (replace(dead("exit", signal="SIGSEGV"), status="-11"), "retry", "crashed"),
+        (replace(dead("exit"), status="255"), "stop", "exception"),  # sys.exit(-1)
         (replace(dead("killed", signal="SIGABRT"), victims=[]), "unknown", "not-known"),
         (dead("killed", signal="SIGKILL"), "retry", "killed"),
         (dead("killed", signal="SIGSEGV"), "retry", "crashed"),
