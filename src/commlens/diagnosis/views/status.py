@@ -151,8 +151,9 @@ def _rows_alike(
     alike: AlikeRanks,
     hosts: Mapping[int, str],
 ) -> list[StatusRow]:
-    """Return the rows of ranks without a log: those of the ranks in the same state. A small group
-    is not the same one for all of these, nor are the ranks that wait in it.
+    """Return the rows of ranks without a log: those of the ranks in the same state. Where these are
+    in a small group, the others are in other groups of its kind, so their rows name neither its
+    members nor the ranks that they wait for.
     """
     by_rank = {row.ranks[0]: (row, log) for row, log in zip(rows, logs, strict=True)}
     found: list[StatusRow] = []
@@ -209,14 +210,14 @@ def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:
 
 
 def arrange(rows: Sequence[StatusRow], order: Order) -> list[StatusRow]:
-    """Sort rows: by rank, by time (the longest first), or by state (those that run first are
-    last).
+    """Sort rows: by rank, by time (the longest first), or by state (ranks in a collective last, and
+    of the others, rows of few ranks first).
     """
     if order == "for":
         return sorted(rows, key=lambda row: (-row.for_ns, row.ranks))
     if order == "state":
         return sorted(
-            rows, key=lambda row: (row.activity in ("", "in-collective"), len(row.ranks), row.ranks)
+            rows, key=lambda row: (row.activity == "in-collective", len(row.ranks), row.ranks)
         )
     return sorted(rows, key=lambda row: row.ranks)
 
@@ -345,6 +346,7 @@ def _waits(examined: ExaminedJob) -> dict[int, list[int]]:
     for node, targets in graph.edges.items():
         if node.kind == "wait":
             for target in targets:
+                # "at": a collective, which waits for the ranks that have not reached it
                 ends = graph.edges.get(target, {}) if target.kind == "at" else [target]
                 found[node.rank] |= {end.rank for end in ends if end.rank >= 0}
     return {rank: sorted(ranks - {rank}) for rank, ranks in found.items()}

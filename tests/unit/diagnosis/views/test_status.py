@@ -53,6 +53,15 @@ def test_rows_are_sorted(order, first):
     assert arrange(fold(status(Stay(57, "load_batch")).rows), order)[0].ranks == first
 
 
+@pytest.mark.parametrize("end", [{"end": End.KILLED, "signal": "SIGKILL"}, {"proc_state": "T"}])
+def test_a_rank_that_was_killed_or_stopped_is_among_the_odd_ones(end):
+    logs = Job(4).run(training(at(1, 5, Stay(57, "load_batch")))).logs(after_s=30)
+    for name, value in end.items():
+        setattr(logs[1].observation, name, value)
+    rows = status_of("train", logs).rows
+    assert [row.ranks for row in arrange(rows, "state")] == [[1], [0], [2], [3]]
+
+
 def test_many_ranks_are_written_short():
     row = StatusRow([*range(0, 10_000, 3), 5, 8, 77], waits_for=list(range(0, 900, 7)))
     text = cells(row)
