@@ -65,29 +65,48 @@ class Shift(msgspec.Struct):
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
     tracks = job.tracks_on(key)
-    if job.foreign:
-        from commlens.diagnosis.index.columns import representatives
+    if not job.foreign:
+        return _shifts_among(job, tracks, Counter(tracks.keys()))
+    from commlens.diagnosis.index.columns import representatives
 
-        few = representatives({rank: track.ops for rank, track in tracks.items()})
-        tracks = {rank: tracks[rank] for rank in few}
+    stands_for = representatives({rank: track.ops for rank, track in tracks.items()})
+    votes = Counter({rank: len(ranks) for rank, ranks in stands_for.items()})
+    found = _shifts_among(job, {rank: tracks[rank] for rank in stands_for}, votes)
+    shifts = [
+        msgspec.structs.replace(shift, rank=rank, own=own)
+        for shift in found
+        for rank in stands_for[shift.rank]
+        if (own := tracks[rank].ops.get(shift.number)) and _kind(own) == _kind(shift.own)
+    ]
+    return sorted(shifts, key=lambda shift: shift.rank)
+
+
+Votes = Counter[int]
+"""By rank, the number of ranks that it stands for."""
+
+
+def _shifts_among(job: JobIndex, tracks: Mapping[int, Track], votes: Votes) -> list[Shift]:
     numbers = sorted({number for track in tracks.values() for number in track.ops})
-    suspects = _suspects(tracks, numbers)
+    suspects = _suspects(tracks, numbers, votes)
     if not suspects:
         return []
     if len(tracks) == 2:
         return _shift_of_two(job, tracks)
     # if most ranks differ somewhere, too few are left to show what is usual
-    trusted = tracks.keys() if is_majority(len(suspects), len(tracks)) else tracks.keys() - suspects
+    suspected = sum(votes[rank] for rank in suspects)
+    trusted = votes.keys() if is_majority(suspected, votes.total()) else votes.keys() - suspects
     shifts = []
     for rank in sorted(suspects):
-        usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
+        others = {other: tracks[other] for other in trusted if other != rank}
+        usual = _usual_ops(others, numbers, votes)
         shift = _find_shift(rank, tracks[rank], usual, cut=job.views[rank].lost_newest)
         if shift is not None and is_majority(
-            _agree(tracks, shift.number, usual[shift.number]), len(tracks)
+            _agree(tracks, shift.number, usual[shift.number], votes), votes.total()
         ):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
-    return shifts if is_majority(len(tracks) - len(shifts), len(tracks)) else []
+    in_step = votes.total() - sum(votes[shift.rank] for shift in shifts)
+    return shifts if is_majority(in_step, votes.total()) else []
 
 
 def line_of(op: Collective) -> Hashable:
@@ -143,7 +162,7 @@ def _habit_token(op: Collective) -> Hashable:
 # --- which ranks to check, and against which collectives
 
 
-def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
+def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int], votes: Votes) -> set[int]:
     """Return the ranks whose step, op, size or line differs from that of most others at some
     number.
     """
@@ -165,7 +184,7 @@ def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
             if number in track.ops
         }
         if len(set(tokens.values())) > 1:
-            (usual, most), (_, second) = Counter(tokens.values()).most_common(2)
+            (usual, most), (_, second) = _count(tokens, votes).most_common(2)
             suspects.update(
                 rank for rank, value in tokens.items() if most == second or value != usual
             )
@@ -185,26 +204,46 @@ def _kind(op: Collective) -> Hashable:
     return (_request(op), op.step)
 
 
-def _agree(tracks: Mapping[int, Track], number: int, usual: Collective) -> int:
+def _count(of_ranks: Mapping[int, Hashable], votes: Votes) -> Counter[Hashable]:
+    """Count the ranks of each value."""
+    found: Counter[Hashable] = Counter()
+    for rank, value in of_ranks.items():
+        found[value] += votes[rank]
+    return found
+
+
+def _agree(tracks: Mapping[int, Track], number: int, usual: Collective, votes: Votes) -> int:
     """Count the ranks that issued an op like this one under a number."""
     kind = _kind(usual)
-    return sum(_kind(track.ops[number]) == kind for track in tracks.values() if number in track.ops)
+    return sum(
+        votes[rank]
+        for rank, track in tracks.items()
+        if number in track.ops and _kind(track.ops[number]) == kind
+    )
 
 
-def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int, Collective]:
+def _usual_ops(
+    tracks: Mapping[int, Track], numbers: Sequence[int], votes: Votes
+) -> dict[int, Collective]:
     """Return for each number the op that most of these ranks issued."""
     usual: dict[int, Collective] = {}
     for number in numbers:
-        met = [
-            (op, _kind(op)) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))
-        ]
+        met = {
+            rank: _kind(op)
+            for rank, track in sorted(tracks.items())
+            if (op := track.ops.get(number))
+        }
         if met:
-            [(most, _)] = Counter(value for _, value in met).most_common(1)
-            usual[number] = next(op for op, value in met if value == most)
+            [(most, _)] = _count(met, votes).most_common(1)
+            usual[number] = next(tracks[rank].ops[number] for rank in met if met[rank] == most)
     return usual
 
 
 # --- by how many collectives a rank is shifted
+
+_MATCHES = 2  # later collectives that must fit a shift: a single one may do so by chance
+_MATCHES_OF_LINES = 3  # where only lines differ: a line may legally meet several of the others'
+_PLACES = 2  # lines or steps that these must be from
 
 
 class _Matcher:
@@ -284,7 +323,8 @@ def _shift_by(
     *,
     cut: bool,
 ) -> Shift | None:
-    """Return the shift by so many collectives, if enough of those that follow fit then.
+    """Return the shift by so many collectives, if enough of those that follow fit then: 2 of them;
+    3 from 2 places where only lines differ; or the only one that can, if it is the last one.
 
     Args:
         by: positive if the rank skipped collectives, negative if it issued extra ones.
@@ -298,13 +338,12 @@ def _shift_by(
     first = start if by > 0 else _first_extra(track, usual, start, by)
     matches, places = _count_matches(track, usual, first, by, matcher)
     if first == start and matcher.same_args(track.ops[start], usual[start]):
-        # a line may legally meet several lines of the others
-        enough = matches >= 3 and places >= 2
+        enough = matches >= _MATCHES_OF_LINES and places >= _PLACES
     else:
-        # One match may be chance, unless no more collectives are recorded, and the lines differ.
         is_last = min(max(track.ops), max(usual) - by) <= first + 1
         differs = line_of(track.ops[start]) != line_of(usual[start])
-        enough = matches >= (1 if abs(by) == 1 and is_last and differs and not cut else 2)
+        one_decides = abs(by) == 1 and is_last and differs and not cut
+        enough = matches >= (1 if one_decides else _MATCHES)
     if not enough:
         return None
     own = track.ops[first]
@@ -315,10 +354,16 @@ def _shift_by(
 
 def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: int) -> int:
     """Return the number of the first extra collective, which may have paired up unnoticed before
-    the first visible difference.
+    the first visible difference, at ``start``.
 
-    It comes from a line at which the other ranks issued nothing, and after it the rank's lines are
-    the same as theirs again.
+    Say the rank issues an extra one from line 30, which is new, so its line may legally differ::
+
+        number   1   2   3   4
+        others  20  21  22  23
+        rank    20  30  21  22
+
+    With ``by`` -1 and ``start`` 3, where line 21, which met line 21 before, meets 22, it is number
+    2: there the lines differ, and the rank's line under number 3 is that of the others under 2.
     """
     for number in range(start - 1, max(min(track.ops), start - _EARLIER) - 1, -1):
         own, other, later = track.ops.get(number), usual.get(number), track.ops.get(number - by)
@@ -383,11 +428,12 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
         if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
     ]
     left = [shift.rank for shift in shifts if leaves_routine(job.views[shift.rank], shift.own)]
-    paced = [shift.rank for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
+    changed_pace = [shift.rank for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
     sides = [[first], [second]]
-    culprits, _ = by_routine(sides, left) or by_routine(sides, paced) or UNDECIDED
+    culprits, _ = by_routine(sides, left) or by_routine(sides, changed_pace) or UNDECIDED
     if culprits:
         return [shift for shift in shifts if shift.rank in culprits]
+    # both say the same, each seen from one rank: return the one that skipped a collective
     return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
 
 
@@ -471,29 +517,29 @@ def _compare(
     rank: int,
     track: Track,
     reference: Mapping[int, Collective],
-    line_of: Callable[[Collective], Hashable],
+    lines_of: Callable[[Collective], Hashable],
 ) -> SwappedOrder | None:
     """Return the one stretch of collectives whose lines meet the reference's lines in another
-    order; None if there is not exactly one. ``line_of`` returns the lines to compare.
+    order; None if there is not exactly one. ``lines_of`` returns the lines to compare.
     """
     numbers = sorted(set(track.ops) & set(reference))
-    met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)
+    met = Counter((lines_of(track.ops[number]), lines_of(reference[number])) for number in numbers)
     usual = _usual_lines(met)
     if len(set(usual.values())) < len(usual):
         return None  # a line of the reference meets several of the rank
     odd = [
         number
         for number in numbers
-        if usual[line_of(track.ops[number])] != line_of(reference[number])
+        if usual[lines_of(track.ops[number])] != lines_of(reference[number])
     ]
     if not 2 <= len(odd) <= _LONGEST or odd[-1] - odd[0] != len(odd) - 1:
         return None  # not in a row: a line of the rank meets several of the reference
     own, others = [track.ops[number] for number in odd], [reference[number] for number in odd]
-    if Counter(usual[line_of(op)] for op in own) != Counter(map(line_of, others)):
+    if Counter(usual[lines_of(op)] for op in own) != Counter(map(lines_of, others)):
         return None
     if not all(map(_same_args, own, others)):
         return None  # a disagreement, or a shift
-    if any(met[(line_of(op), usual[line_of(op)])] < _MET_BEFORE or op.concurrent for op in own):
+    if any(met[(lines_of(op), usual[lines_of(op)])] < _MET_BEFORE or op.concurrent for op in own):
         return None
     return SwappedOrder(rank, odd[0], own, others)
 

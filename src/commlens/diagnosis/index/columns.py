@@ -317,13 +317,14 @@ def differing_numbers(ranks: Iterable[Mapping[int, Collective]]) -> list[int]:
     return found
 
 
-def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> list[int]:
-    """Return a few ranks of each kind, if ops or lines differ between ranks; none if all are equal.
-    Ranks are of one kind if they are equal in the numbers that all of them have.
+def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> dict[int, list[int]]:
+    """Return a few ranks of each kind, each with the ranks that it stands for, itself included, if
+    ops or lines differ between ranks; none if all are equal. Ranks are of one kind if they are
+    equal in the numbers that all of them have.
     """
     columns = {rank: ops for rank, ops in by_rank.items() if isinstance(ops, ColumnOps)}
     if len(columns) < 2:
-        return []
+        return {}
     first = max(int(ops.numbers[0]) for ops in columns.values())
     last = min(int(ops.numbers[-1]) for ops in columns.values())
     kinds: dict[bytes, list[int]] = {}
@@ -334,6 +335,10 @@ def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> list[int
             value[begin:end].tobytes() if first <= last else value.tobytes(), []
         ).append(rank)
     if len(kinds) < 2:
-        return []
+        return {}
     largest = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-    return [rank for ranks in largest[:_KINDS_MAX] for rank in ranks[:_RANKS_OF_A_KIND]]
+    return {
+        rank: ranks[at::_RANKS_OF_A_KIND]
+        for ranks in largest[:_KINDS_MAX]
+        for at, rank in enumerate(ranks[:_RANKS_OF_A_KIND])
+    }

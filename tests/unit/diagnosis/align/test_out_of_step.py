@@ -77,6 +77,28 @@ def write(
     return diagnose([folder])
 
 
+@pytest.mark.parametrize("odd", [[5], [2, 5, 9], [2, 3, 5, 8, 9]])
+def test_alike_ranks_out_of_step_are_a_minority_of_all_ranks(
+    tmp_path: Path, odd: list[int]
+) -> None:
+    """Only a few ranks of each kind are compared, and each stands for others of its kind."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(16)])}}
+    for rank in range(16):
+        lines = [line for _ in range(6) for line in (20, 21, 22, 23)]
+        if rank in odd:
+            del lines[13]
+        entries = [
+            entry(number, frames=[{"name": "step", "filename": "/work/train.py", "line": line}])
+            for number, line in enumerate(lines)
+        ]
+        entries[-1].update(state="scheduled", retired=False, time_discovered_completed_ns=None)
+        path = tmp_path / f"rank_{rank}"
+        path.write_bytes(pickle.dumps(dump(entries, pg_config=config, pg_status={}), 2))
+    verdict = diagnose([tmp_path])
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "skipped", odd)
+    assert verdict.source == "train.py:22"
+
+
 def in_a_cycle() -> dict[int, Entries]:
     """Return the entries of four ranks. In the seventh step, rank 2 uses its two edges in the other
     order than before.
