@@ -58,14 +58,18 @@ class PartingTags(NamedTuple):
 
 
 class UsualPeer(NamedTuple):
-    """A rank exchanged messages with one peer from this line until then."""
+    """A rank exchanged messages with one peer from this line until then: rank 2 with rank 3,
+    whereas it now names rank 1.
+    """
 
     rank: int
     peer: int
 
 
 class UsualDistance(NamedTuple):
-    """All others exchange messages with the rank at one distance in the group."""
+    """All others exchange messages with the rank at one distance in the group: each rank with the
+    next one (1), whereas rank 2 now names rank 0.
+    """
 
     places: int  # after the rank's own; negative: before it
     at_line: bool  # from the same line
@@ -120,23 +124,23 @@ class RecordMismatch:
         return sorted(set(self.ops) - set(self.culprits))
 
     @property
-    def parts_ranks(self) -> bool:
-        """Return whether the ranks cannot go on together: they are out of step, or the backend
-        hangs, crashes or corrupts.
+    def breaks_channel(self) -> bool:
+        """Return whether the ranks cannot go on together on the channel: they are out of step, or
+        the backend hangs, crashes or corrupts.
         """
         is_illegal = self.answer is not None and self.answer.severity is Severity.ILLEGAL
         return self.shift is not None or is_illegal
 
     @property
-    def absorbs(self) -> bool:
+    def may_cause_later_faults(self) -> bool:
         """Return whether later faults on the channel may follow from this one."""
-        return self.refused or self.parts_ranks
+        return self.refused or self.breaks_channel
 
     def explains(self, number: int, absent: Sequence[int]) -> bool:
         """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent``
         are missing, because of this mismatch.
         """
-        if not self.absorbs or number < self.number:
+        if not self.may_cause_later_faults or number < self.number:
             return False
         if self.shift is not None or not absent or set(absent) <= set(self.culprits):
             return True
@@ -175,9 +179,9 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[RecordMismatch]:
     mismatches = _disagreements(job, key, tracks, shifts)
     first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)
     if first is None or any(
-        mismatch.shift is first or mismatch.racing is not None for mismatch in mismatches
+        mismatch.number == first.number or mismatch.racing is not None for mismatch in mismatches
     ):
-        return mismatches
+        return mismatches  # the shift starts at one of them, whoever is blamed for that
     if has_overlaps(job.views[first.rank], key, first.number):
         return mismatches  # the order of two threads is no shift
     earlier = [mismatch for mismatch in mismatches if mismatch.number < first.number]
@@ -203,7 +207,7 @@ def _disagreements(
             same.repeats += 1
         else:
             mismatches.append(mismatch)
-        if mismatch.parts_ranks and not mismatch.silent:
+        if mismatch.breaks_channel and not mismatch.silent:
             break
     return mismatches
 
@@ -215,13 +219,15 @@ def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
 def _numbers_to_compare(
     job: JobIndex, tracks: Mapping[int, Track], shifts: Sequence[Shift]
 ) -> list[int]:
-    """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair
-    up wrongly.
+    """Return the sequence numbers to compare, ascending, up to the first at which a rank is
+    shifted: from then on, its collectives pair up wrongly. If other ranks are shifted at the next
+    numbers, these are compared, too.
     """
     if job.foreign:
         from commlens.diagnosis.index.columns import differing_numbers
 
-        # its sizes may differ, but what is sent in all must be what is expected
+        # The sizes of an all_to_all may differ between ranks, so it is not among the differing
+        # numbers; but what one rank sends must be what the other expects.
         open_with_splits = {
             track.open[0]
             for track in tracks.values()

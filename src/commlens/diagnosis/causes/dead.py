@@ -115,7 +115,7 @@ def is_absorbed(context: Context, rank: int) -> bool:
     if not context.job.views[rank].exit.suggests_mismatch:
         return False
     return any(
-        mismatch.absorbs
+        mismatch.may_cause_later_faults
         and rank in mismatch.channel.group.ranks
         and _reached(context, rank, mismatch)
         for mismatch in context.mismatches

@@ -121,6 +121,23 @@ def test_skip_then_the_same_op_is_found_by_lines_and_steps() -> None:
     hold("missing/skipped-collective", verdict)
 
 
+def test_what_all_other_groups_did_decides_between_two_shifts() -> None:
+    """Of two ranks each seems out of step to the other: the first did what all other pairs did."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        first = rank // 2 * 2
+        pair = job.group(str(1 + rank // 2), (first, first + 1), "tp")
+        for i, line in enumerate((20, 21, 22, 23) * 2):
+            if (rank, i) == (1, 5):
+                yield all_reduce(pair, 4, line=30, reduce_op="MAX")
+            yield all_reduce(pair, 4, line=line)
+
+    verdict = judge(Job(8).run(program).logs())
+    assert (verdict.culprits, verdict.source) == ([1], "train.py:30")
+    kinds = {(each.kind, *each.culprits) for each in verdict.findings}
+    assert kinds == {("missing", 1), ("mismatch/reduce-op", 1)}
+
+
 def test_uneven_data_then_a_barrier() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(5 if rank == 1 else 8):
