@@ -106,15 +106,16 @@ def find_unexplained(job: JobIndex, graph: Graph) -> tuple[Unexplained, list[Col
 
 
 def _unexplained_waits(graph: Graph) -> list[WaitNode]:
-    """Return the stuck threads, except those that may go on: in a collective that all ranks have
-    reached, or until a key is written.
+    """Return the stuck threads, except those that may go on: they wait, directly or through others,
+    for a collective that all its ranks have reached, or for a key that may still be written. Of a
+    group of which only one rank is known, nothing tells whether the others have reached it.
     """
-    explained = graph.reaching(
+    may_go_on = graph.reaching(
         node
         for node in graph.sinks()
         if node.kind == "key" or (node.kind == "stuck" and not graph.is_alone(node))
     )
-    return sorted(node for node in graph.blocks if node not in explained)
+    return sorted(node for node in graph.blocks if node not in may_go_on)
 
 
 def find_fewer(context: Context) -> None:
@@ -180,7 +181,7 @@ def _last_sent(track: Track) -> int:
     return number
 
 
-# of servers, gRPC and Ray, which wait for requests
+# left out of a stack: frames that do not show where the program stands
 _INNER = (FrameKind.NATIVE, FrameKind.COMMLENS)
 _SHOWN = 4  # frames of a stack
 
@@ -204,18 +205,19 @@ def find_motionless(context: Context) -> None:
     ):
         return
     places: dict[tuple[Frame | None, tuple[Frame, ...]], list[int]] = {}
-    still_ns = []
+    still_ns, reasons = [], set()
     for rank, view in sorted(job.views.items()):
         still_ns.append(view.now_ns - view.log.main_stack_since_ns)
         doing = activity.activity_of(
             view.log, view.exit, quiet_ns=still_ns[-1], stalled_after_ns=job.stalled_after_ns
         )
+        reasons.add(doing.why)
         stack = view.log.main_stack.frames if view.log.main_stack is not None else ()
         frames = tuple(frame for frame in stack if frame.kind not in _INNER)[:_SHOWN]
         places.setdefault((doing.frame, frames), []).append(rank)
     cause = Motionless(
         kind="missing",
-        why=doing.why,
+        why=doing.why if len(reasons) == 1 else "unknown",
         root_cause=True,
         blamed_by="undecided",
         victims=sorted(job.views),
@@ -230,7 +232,7 @@ def find_motionless(context: Context) -> None:
 
 def _is_motionless(view: RankView, limit_ns: int) -> bool:
     """Return whether a running rank is outside of collectives, and has stood still for longer than
-    the limit. An idle server is none.
+    the limit. A server that waits for requests does not count.
     """
     log, stack = view.log, view.log.main_stack
     if view.exit.ended or view.blocks or not is_at_rest(log):

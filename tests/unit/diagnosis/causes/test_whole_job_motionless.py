@@ -29,6 +29,12 @@ def test_ranks_that_stand_still_outside_of_collectives() -> None:
     hold("missing/motionless", verdict)
 
 
+def test_no_reason_is_given_where_ranks_have_several() -> None:
+    """It is not that of whichever rank is the last."""
+    logs = Job(4).run(all_stay(Stay(40, "build"), Stay(44, "load_batch"))).logs(after_s=200)
+    assert (judge(logs).kind, judge(logs).why) == ("missing", "unknown")
+
+
 def test_the_processes_that_the_ranks_started_are_evidence() -> None:
     logs = Job(4).run(all_stay(Stay(40, "result"))).logs(after_s=200)
     stacks = {0: "gather_object", 1: "os_write"}
