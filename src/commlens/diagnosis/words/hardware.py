@@ -60,14 +60,14 @@ def _killed(event: HealthEvent) -> str:
 
 
 def _rose(event: HealthEvent) -> str:
-    """``"symbol_error of mlx5_1 rose from 12 to 340"``."""
+    """``"symbol error of mlx5_1 rose from 12 to 340"``."""
     subject = f"{event.name.replace('_', ' ')} of {_PART_NAMES.get(event.part, event.part)}"
     return f"{subject} rose from {_value(event.before)} to {_value(event.after)}"
 
 
 def _is_silent(event: HealthEvent) -> str:
-    again = ", for a while" if event.over else ""
-    return f"the file server {event.part} did not respond{again}"
+    until = ", for a while" if event.over else ""
+    return f"the file server {event.part} did not respond{until}"
 
 
 def _stalled(what: str) -> Callable[[HealthEvent], str]:
@@ -174,14 +174,16 @@ _MOMENTS: Mapping[type[Cause], str] = {
 """The moment with which the time of a change is compared, by the kind of cause."""
 
 _LOOK = "this look"
-"""The moment with which it is compared where nothing tells when the fault began."""
+"""The same where nothing tells when the fault began: the moment at which commlens looked at the
+job.
+"""
 
 
 def add_hardware(words: Words, cause: Cause) -> Words:
     """Return the words of a finding with what the hardware did then, and what RAS says."""
     if not isinstance(cause, OfHardware):
         return words
-    # those of a node are there, whatever other ranks are in their state
+    # The sentences name the ranks on a node, without those elsewhere that are in the same state.
     with naming_alike(frozenset):
         return _with_hardware(words, cause)
 
@@ -191,33 +193,33 @@ def _with_hardware(words: Words, cause: OfHardware) -> Words:
     if any(each.before == "look" for each in cause.hardware):
         moment = _LOOK
     shown = [_sentence(each, moment) for each in cause.hardware[:_SHOWN]]
-    evidence = [*words.evidence, *shown]
-    if cause.ras is not None:
-        evidence.append(ras_sentence(cause.ras))
+    witness = [ras_sentence(cause.ras)] if cause.ras is not None else []
     if cause.place is not None:
         said = f"{words.explanation} {place_sentence(cause.place)}".lstrip()
         words = words._replace(explanation=said)
     first = cause.hardware[0] if cause.hardware else None
-    words = words._replace(evidence=evidence)
+    if isinstance(cause, Straggler) and first is not None and first.explains:
+        words = words._replace(explanation=f"{words.explanation} {shown.pop(0)}")
+    words = words._replace(evidence=[*words.evidence, *shown, *witness])
     if first is None or not first.explains:
         return words
-    is_reason = cause.why == first.event.fault  # else the processes show another
-    if isinstance(cause, Straggler):
-        words = words._replace(explanation=f"{words.explanation} {shown[0]}", evidence=[])
-        return words._replace(next_step=next_step(first)) if is_reason else words
-    if isinstance(cause, StuckInside):
-        if not is_reason:
-            return words
-        return words._replace(
-            summary=f"{words.summary}; {_places(cause.hardware)}, {_moment_phrase(first, moment)}",
-            next_step=next_step(first),
-            would_raise_confidence=(
-                "That it happened at the time does not prove that it was the cause; a second"
-                " occurrence would, or a test of the hardware."
-            ),
-        )
-    step = next_step(first, finds_kernel=words.finds_kernel)
-    return words._replace(next_step=f"{words.next_step}; {step}".lstrip("; "))
+    if not isinstance(cause, (Straggler, StuckInside)):
+        step = next_step(first, finds_kernel=words.finds_kernel)
+        return words._replace(next_step=f"{words.next_step}; {step}".lstrip("; "))
+    if cause.why != first.event.fault:
+        return words  # the processes show another reason
+    words = words._replace(next_step=next_step(first))
+    return words if isinstance(cause, Straggler) else _of_stuck(words, cause, first, moment)
+
+
+def _of_stuck(words: Words, cause: StuckInside, first: Hardware, moment: str) -> Words:
+    return words._replace(
+        summary=f"{words.summary}; {_places(cause.hardware)}, {_moment_phrase(first, moment)}",
+        would_raise_confidence=(
+            "That it happened at the time does not prove that it was the cause; a second"
+            " occurrence would, or a test of the hardware."
+        ),
+    )
 
 
 def next_step(hardware: Hardware, *, finds_kernel: bool = False) -> str:
@@ -254,12 +256,12 @@ def _moment_phrase(hardware: Hardware, moment: str) -> str:
 
 def _sentence(hardware: Hardware, moment: str) -> str:
     event = hardware.event
-    again = f", {count(hardware.times, 'time')}" if hardware.times > 1 else ""
+    times = f", {count(hardware.times, 'time')}" if hardware.times > 1 else ""
     clock = utc(event.at_ns)
     at = f"by {clock}" if event.since_ns else f"at {clock}"
     perhaps = "" if hardware.explains else "; that may be a coincidence"
     return (
-        f"On {hardware.node}, {event_phrase(event)} {at}{again}, {_moment_phrase(hardware, moment)}"
+        f"On {hardware.node}, {event_phrase(event)} {at}{times}, {_moment_phrase(hardware, moment)}"
         f" ({_ranks_clause(hardware)}){perhaps}."
     )
 

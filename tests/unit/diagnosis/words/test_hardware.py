@@ -7,7 +7,7 @@ import pytest
 from commlens.diagnosis.fold.alike import Alike, AlikeRanks, say_of_all
 from commlens.diagnosis.words.finding import Words, finding_of
 from commlens.diagnosis.words.hardware import add_hardware, place_sentence
-from commlens.model.cause import Dead, Hardware, SharedPlace
+from commlens.model.cause import Dead, Hardware, SharedPlace, Straggler
 from commlens.model.health import HealthEvent
 from commlens.model.verdict import Verdict
 from commlens.text import naming_alike
@@ -48,6 +48,20 @@ def test_the_ranks_of_a_node_are_those_that_run_there() -> None:
     assert isinstance(verdict.cause, Dead)
     assert verdict.cause.hardware[0].ranks == [0, 1, 2]
     assert verdict.victims == [0, 1, *range(8, 16)]
+
+
+def test_all_that_happened_near_a_straggler_is_told() -> None:
+    cause = Straggler(
+        kind="straggler", why="gpu-fault", root_cause=True, culprits=[1], victims=[0],
+        blamed_by="nobody", confidence="high", cost=0.3, step_s=0.1, steps=50,
+        hardware=[
+            Hardware("n0", [1], GPU_STOPPED, 0.3, True),
+            Hardware("n0", [0, 1], NEIGHBOUR_KILLED, 1.0, False),
+        ],
+    )  # fmt: skip
+    words = add_hardware(Words("rank 1 makes the job slow", "All wait."), cause)
+    assert words.explanation.startswith("All wait. On n0, GPU gpu0 reported Xid 43")
+    assert len(words.evidence) == 1 and "stress" in words.evidence[0]
 
 
 @pytest.mark.parametrize("finds_kernel", [True, False])
