@@ -93,7 +93,8 @@ class CycleCase(Case[Cycle]):
 
     path: Path = field(default_factory=list)  # a shortest cycle of their waits
     departures: Departures
-    unmet: Unmet | None = None  # only if no rank left the order
+    # only if nobody is blamed, or the rank that waits for the message departed
+    unmet: Unmet | None = None
     # threads that wait for a lock, with their ranks, if the order of threads may be the cause
     locks: list[tuple[int, ThreadStack]] = field(default_factory=list)
 
@@ -125,7 +126,7 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
             decision, rounds = _by_rounds(context, ops)
     culprits = list(decision.culprits)
     unmet = _unmet_message(context, path)
-    # a message whose other side is a rank that left its order is unmet because of that
+    # Where ranks are blamed, a message matters only if its own rank departed: else it follows.
     if recomputed or (culprits and unmet is not None and unmet.rank not in departures):
         unmet = None
     blocked = context.blocked_by(waits)
@@ -233,7 +234,11 @@ def _channels(ops: Iterable[Collective]) -> set[ChannelKey]:
 
 def _by_rounds(context: Context, ops: dict[int, Collective]) -> tuple[Decision, Rounds | None]:
     """Blame the ranks that came to every line of the waits more or less often than most of the job.
-    In messages and groups of some ranks, no majority is on one side.
+    No majority of the job comes equally often to a line with messages, or of a group of some ranks.
+
+    Returns:
+        The decision, and how far the ranks got at the line that tells most: to which also those
+        that got least far came often.
     """
     if any(op.is_point_to_point for op in ops.values()) or len(context.job.views) > RANKS_MAX:
         return UNDECIDED, None
@@ -242,9 +247,9 @@ def _by_rounds(context: Context, ops: dict[int, Collective]) -> tuple[Decision, 
     rounds = [each for each in counted if each is not None]
     if len(rounds) < len(counted) or len({each.odd for each in rounds}) != 1:
         return UNDECIDED, None
-    furthest = max(rounds, key=lambda each: min(at.number for at in each.last))
-    furthest = with_next_line(context.job, furthest, ops)
-    return by_rounds(ops.keys(), [furthest.odd]) or UNDECIDED, furthest
+    line = max(rounds, key=lambda each: min(at.number for at in each.last))
+    decision = by_rounds(ops.keys(), [line.odd]) or UNDECIDED  # ``odd`` is the same at each line
+    return decision, with_next_line(context.job, line, ops)
 
 
 # --- what else is known of the cycle
@@ -264,7 +269,9 @@ def _ring(path: Path) -> list[RingWait]:
 
 
 def _left_order(departures: Departures, job: JobIndex | None = None) -> list[LeftOrder]:
-    """Return the departures as data; without a job, other ranks may have come by now."""
+    """Return the departures as data. Without a job, for dumps of several moments, other ranks may
+    have come since their dumps, so nothing is said of them.
+    """
     return [
         LeftOrder(
             rank,
@@ -334,9 +341,9 @@ def find_departures(context: Context, sinks: list[WaitNode]) -> list[WaitNode]:
     """Find ranks of other tools' dumps that moved on to another collective than usual, while they
     are awaited in the usual one.
 
-    They hold up the job, whatever the ranks do that they wait for. That such a rank has not come is
-    no evidence against it: its dump may have been taken earlier, and if it keeps its routine, it
-    would have waited in another collective, too.
+    Whatever the absent ranks do that they wait for, they hold up the job. That an absent rank has
+    not come is no evidence against it: its dump may have been taken earlier, and if it keeps its
+    routine, it would have waited in another collective, too.
 
     Returns:
         The nodes that this does not explain.
@@ -399,6 +406,7 @@ def _is_awaited_elsewhere(
 
 
 def _add_departure(context: Context, departures: Departures, absent: list[WaitNode]) -> None:
+    """Add the cause for ranks that moved on to collectives in which they wait for absent ranks."""
     culprits = sorted(departures)
     op = departures[culprits[0]][0]
     blocked = sorted({*context.blocked_by(absent)} - set(culprits))

@@ -111,10 +111,15 @@ def _add(context: Context, absence: Absence, calls: Sequence[HelperCall]) -> Non
 
 
 def _not_asking(absence: Absence, calls: Sequence[HelperCall]) -> list[int]:
-    """Return the ranks that did not ask their helpers; none if that is not clear: some helpers
-    stay in a collective until rank 0's gets a request.
+    """Return the ranks that did not ask their helpers for the collective; none if that is not
+    clear.
+
+    It is clear if these helpers wait for requests and are fewer than those in the collective, and
+    if the ranks of the latter wait for them. Else the helpers may stay in a collective, say, until
+    the one of rank 0 gets a request.
     """
     inside = {call.rank for call in calls if call.op}
     outside = {call.rank: call.is_idle for call in calls if not call.op}
-    is_clear = all(outside.values()) and len(outside) < len(inside) and inside <= set(absence.ranks)
-    return sorted(outside) if is_clear and set(outside) <= set(absence.blocked) else []
+    were_asked = len(outside) < len(inside) and inside <= set(absence.ranks)
+    are_idle = all(outside.values()) and set(outside) <= set(absence.blocked)
+    return sorted(outside) if were_asked and are_idle else []
