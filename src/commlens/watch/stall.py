@@ -48,12 +48,16 @@ OBSERVED_S: Final = 0.5
 """How long the processes are sampled before a diagnosis: shorter observations do not show whether a
 rank works.
 
-A wait may already be long when it is first seen: torch's recorder is asked about a device seconds
-after the last collective, and on a busy machine the watcher itself may get no core for seconds.
+The first diagnosis waits for this even where a wait is long when it is first seen: torch's recorder
+is asked about a device seconds after the last collective, and on a busy machine the watcher itself
+may get no core for seconds.
 """
 # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same
 # moment
 CONFIRM_S: Final = 0.25
+# a check so long before the stall timeout is no early one: its verdict is confirmed at the timeout
+_FIRST_OF_TWO_S: Final = CONFIRM_S + SAMPLE_S
+_SAMPLED_S: Final = WINDOW_S + 2  # sampling begins so long before a wait is looked at
 NOTICE_S: Final = 14.0
 """A shorter wait gets no notice: many healthy jobs pause for some seconds.
 
@@ -94,11 +98,12 @@ def patience_s(stall_timeout: float, steps: int) -> float:
 
 
 def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bool:
-    """Return whether a wait is so long that the processes are sampled: long enough before it is
-    looked at to fill the observer's window, but not before a good part of the time has passed.
+    """Return whether a wait is so long that the processes are sampled: what they do fills the
+    observer's window by the time the wait is looked at. But most waits end soon, so the first
+    quarter of the stall timeout is never sampled, nor the first half of a limit.
     """
-    return age_s >= max(patience_s / 4, patience_s - WINDOW_S - 2) or any(
-        each.waited_s >= max(each.limit_s / 2, each.limit_s - WINDOW_S - 2) for each in limits
+    return age_s >= max(patience_s / 4, patience_s - _SAMPLED_S) or any(
+        each.waited_s >= max(each.limit_s / 2, each.limit_s - _SAMPLED_S) for each in limits
     )
 
 
@@ -232,16 +237,18 @@ def _check_of(
     longer than its limit.
     """
     over = [each for each in limits if each.waited_s >= each.limit_s]
-    is_early = age_s < patience_s - CONFIRM_S - SAMPLE_S and not finished and not timeout_s
+    is_early = age_s < patience_s - _FIRST_OF_TWO_S and not finished and not timeout_s
     if is_early and not over:
         return None
     notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
 
 
-def _shortened(stall: Stall, check: Check, verdict: Verdict) -> Check:
-    """Return a check with the age of the waits that its verdict is about: a thread may wait for a
-    command while its job goes on. A stall that was reported is over if these waits are younger.
+def _note_held_up(stall: Stall, check: Check, verdict: Verdict) -> Check:
+    """Return a check with the age of the waits that its verdict is about. The oldest wait may be
+    another one: a thread may wait for a command while its job goes on.
+
+    Note in the stall when these waits began. If it was reported, and they began later, it is over.
     """
     cause = verdict.cause
     held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
@@ -255,8 +262,8 @@ def _shortened(stall: Stall, check: Check, verdict: Verdict) -> Check:
 
 
 def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
-    """Return whether a rank is missing that runs, while another one has finished, and may yet come
-    in time.
+    """Return whether the check was only made because a rank has finished, and the missing rank
+    still runs: it may arrive before the stall timeout.
     """
     cause = verdict.cause
     is_absent = isinstance(cause, Missing) and cause.blamed_by == "absence" and not cause.certain
@@ -449,7 +456,7 @@ class StallDetector:
         elif not check.notice_due:
             next_s = min(next_s, max(STANDSTILL_EVERY_S, NOTICE_S - check.age_s))
         # the check at the stall timeout comes in time
-        left_s = check.patience_s - CONFIRM_S - SAMPLE_S - check.age_s
+        left_s = check.patience_s - _FIRST_OF_TWO_S - check.age_s
         stall.next_check = check.now + min(max(next_s, rest_s), max(0.0, left_s))
         return False
 
@@ -488,22 +495,23 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key, check = identity_of(verdict), _shortened(stall, check, verdict)
-        is_wait = verdict.kind == "waiting" and (
+        key, check = identity_of(verdict), _note_held_up(stall, check, verdict)
+        until_patience_s = max(0.02, check.patience_s - check.age_s)
+        is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
         )
         is_late = _may_only_be_late(check, verdict)
-        if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait or is_late:
+        if verdict.kind in NOTHING_FOUND or key in stall.reported or is_bearable_wait or is_late:
             self._add_nothing(stall, check, key)
             if is_late:
-                due_s = check.now + max(0.02, check.patience_s - check.age_s)
-                stall.next_check = min(stall.next_check, due_s)
+                stall.next_check = min(stall.next_check, check.now + until_patience_s)
             return False
-        may_wait = check.may_still_end and not check.rank_finished
-        if not check.timeout_s and (key != stall.pending or may_wait):
+        is_too_soon = check.may_still_end and not check.rank_finished
+        if not check.timeout_s and (key != stall.pending or is_too_soon):
             stall.pending = key
-            left_s = max(0.02, check.patience_s - check.age_s) if may_wait else CONFIRM_S
-            stall.next_check = check.now + min(CONFIRM_S, left_s)
+            stall.next_check = check.now + (
+                min(CONFIRM_S, until_patience_s) if is_too_soon else CONFIRM_S
+            )
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
