@@ -165,8 +165,7 @@ class Waiting:
         wanted = set(ranks)
         if not wanted & set(pending.absent):
             return
-        began = _now()
-        checked = began
+        began = checked = _now()
         thread = threading.get_ident()
         if patience_ns is None:  # a bounded wait ends by itself, so it must not count in a cycle
             self._board.set_waiting(pending.channel.key, pending.number, began)
@@ -219,7 +218,7 @@ class Waiting:
         once.
         """
         absent = [rank for rank in pending.absent if rank in wanted]
-        self._check(pending, absent, waited_ns)
+        self._refuse_if_hopeless(pending, absent, waited_ns)
         if checked_ns <= WARN_AFTER_NS < waited_ns:
             log.warning(
                 "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
@@ -240,7 +239,7 @@ class Waiting:
         """
         absent = needed(pending.args, pending.absent, self._peers.rank)
         if any(self._peers.how_it_ended(rank) == HAS_FINISHED for rank in absent):
-            self._check(pending, absent, 0)
+            self._refuse_if_hopeless(pending, absent, 0)
 
     def check_in_flight(self, channel: VerifiedChannel, waited_ns: int) -> None:
         """Check the ranks that have not joined a channel's oldest collective in flight, which a
@@ -254,7 +253,7 @@ class Waiting:
             absent := needed(pending.args, pending.absent, self._peers.rank)
         ):
             self._board.set_waiting(channel.key, pending.number, _now() - waited_ns)
-            self._check(pending, absent, waited_ns)
+            self._refuse_if_hopeless(pending, absent, waited_ns)
 
     def refuse_failed(self, channels: Iterable[VerifiedChannel], *, timed_out: bool) -> None:
         """Refuse a collective that failed in the backend, because a rank has ended or, with
@@ -268,7 +267,7 @@ class Waiting:
             found for channel in channels if (found := self._first_unanswered(channel)) is not None
         ]:
             for pending in failed:
-                self._check(pending, pending.absent, 0)
+                self._refuse_if_hopeless(pending, pending.absent, 0)
                 absent = needed(pending.args, pending.absent, self._peers.rank)
                 if timed_out and absent and not self._peers.any_doubtful(absent):
                     self._refuse_missing(pending, absent, self._timeout_s() * 1e9)
@@ -280,7 +279,10 @@ class Waiting:
             self._refusals.raise_new()
 
     def _first_unanswered(self, channel: VerifiedChannel) -> Pending | None:
-        """Return the channel's first collective that others have not announced, if any."""
+        """Return the first collective that this rank has announced on a channel and others have
+        not, if any. Its number counts within a round, which the upper bits give: a rank that is
+        still in an earlier round has announced none of this one.
+        """
         own = self._peers.own()
         last = own.last_number(channel.slot)
         behind: dict[int, int] = {}  # rank: the next number that it has not announced
@@ -298,8 +300,10 @@ class Waiting:
         pending.absent = [rank for rank in behind if behind[rank] == number]
         return pending
 
-    def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
-        """Refuse the op if an absent rank has ended, in a cycle, or after the timeout."""
+    def _refuse_if_hopeless(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
+        """Refuse the op if an absent rank has ended, if the ranks wait for one another in a cycle,
+        or if an absent rank has not arrived within the timeout.
+        """
         if not absent:
             return  # all others have just arrived, or are given up
         clock, pids = self._clock(pending), self._peers.pids_here(absent)
@@ -337,15 +341,16 @@ class Waiting:
         return clock
 
     def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> None:
-        """Refuse the collective because ranks are late. If they wait in another one themselves,
-        refuse that one for the ranks it lacks.
+        """Refuse the collective because ranks are late. If other ranks hold all of them up in
+        another one, refuse that one for the ranks it lacks.
 
         Return if they have arrived meanwhile, or if it is no longer known whether they live.
         """
-        # a rank that has waited for less than half of this time is late by itself
+        # a rank that has waited for less than half of this time was late before it began to wait
         cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
         if chain := cycles.chain(absent, half):
-            self._refuse_held_up(pending, chain, waited_ns)
+            self._refuse_held_up(pending, chain, waited_ns)  # raises
+        # name the ranks that no other rank holds up, if there are such
         absent = [rank for rank in absent if not cycles.wait_of(rank, half)] or absent
         where = self._whereabouts(absent)
         compared.compare(pending)
@@ -408,27 +413,27 @@ class Waiting:
             self._refusals.post(pending, refused, about=about, ranks=concerned)
 
     def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
-        """Refuse a receive whose peer has sent a message with another tag. Both ranks may be the
-        first to see it: they post it under the receive.
+        """Refuse a message whose peer waits for one with another tag, or has sent one. Both ranks
+        may be the first to see it, and post the same refusal: about the receive, whose row is the
+        first.
         """
         if not pending.channel.family:
             return
-        compared, receives = self._comparison, pending.args.op == "recv"
+        compared, subject = self._comparison, self._comparison.subject(pending)
         for rank in pending.absent:
             for key, number, blob in self._other_tags(pending, rank):
-                rows = compared.own_row(pending), table_row(rank, blob)
-                rows, about = (
-                    (rows, (pending.channel.key, pending.number))
-                    if receives
-                    else (rows[::-1], (key, number))
-                )
-                subject = compared.subject(pending)
-                refused = messages.tags(subject, rows, waited_ns / 1e9, where if receives else "")
+                own, other = compared.own_row(pending), table_row(rank, blob)
+                if pending.args.op == "recv":
+                    refused = messages.tags(subject, (own, other), waited_ns / 1e9, where)
+                    about = pending.channel.key, pending.number
+                else:
+                    refused = messages.tags(subject, (other, own), waited_ns / 1e9, "")
+                    about = key, number
                 self._refusals.post(pending, refused, about=about)
 
     def _other_tags(self, pending: Pending, rank: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield the peer's unmatched messages with another tag: their channels' keys, their numbers
-        and their arguments.
+        """Yield the peer's first message of each other tag that this rank has not matched: its
+        channel's key, its number and its arguments.
         """
         board, own = self._peers[rank], self._peers.own()
         for key, description in board.channels():
@@ -451,4 +456,4 @@ class Waiting:
     def _ask(self, question: int) -> None:
         """Put a question for the relay of another node on this rank's board (see ``B.ASKS``)."""
         self._board.set_word(B.ASKS, question)
-        self._bells.ring([(question & 0xFFFFFFFF) - 1])
+        self._bells.ring([(question & 0xFFFFFFFF) - 1])  # the rank that it is about

@@ -48,7 +48,7 @@ def test_time_in_which_a_late_rank_had_no_core_does_not_count(
     monkeypatch.setattr(waiting, "_refuse_missing", lambda _, absent, __: refused.append(absent))
     for number in (1, 2):  # each collective counts anew
         pending: Any = SimpleNamespace(channel=SimpleNamespace(key=5), number=number)
-        waiting._check(pending, [1, 3], int(0.05 * S))
+        waiting._refuse_if_hopeless(pending, [1, 3], int(0.05 * S))
         core_waits_ns[11][12] += int(without_core_s * S)  # its main thread waits for this one
-        waiting._check(pending, [1, 3], int(waited_s * S))
+        waiting._refuse_if_hopeless(pending, [1, 3], int(waited_s * S))
         assert refused == number * [[1, 3]] * is_refused
