@@ -73,6 +73,7 @@ class Recording:
         self.watcher_pid = 0
         self.watcher_replacement: Any = None  # starts a watcher when one has died
         self.exception_seen = False  # the one that ends the process
+        self._thread_errors: set[Any] = set()  # places at which exceptions ended threads
         self.expecting: list[str] = []  # labels of `commlens.expect_slow()`, the innermost last
         self.began_late = False  # a process group existed before recording was switched on
         self.before_end: Callable[[], None] | None = None  # of the default group
@@ -388,7 +389,7 @@ class Recording:
 
     def _record_thread(self, ended: threading.ExceptHookArgs) -> None:
         if self.is_open:
-            safely(uncaught.record_thread, self.writer, ended)
+            safely(uncaught.record_thread, self.writer, ended, self._thread_errors)
 
     def at_exit(self) -> None:
         """Close the box at the end of the process. In a child of multiprocessing, the exception

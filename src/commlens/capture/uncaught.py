@@ -30,6 +30,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 # torch 2.0 to 2.15
 _RANK_TRACE = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d{1,7})\)$", re.MULTILINE)
 _RANK_ERRORS_MAX = 3
+_THREAD_ERRORS_MAX = 16  # places
 _STDERR = 2
 _STDERR_READ = 256 * 1024  # bytes, from the end; a line has about 150
 # the scenarios are user programs
@@ -233,10 +234,16 @@ def hook_threads(record: Callable[[threading.ExceptHookArgs], None]) -> None:
     threading.excepthook = excepthook
 
 
-def record_thread(writer: Any, ended: threading.ExceptHookArgs) -> None:
-    """Write the exception that ended a thread into the black box."""
-    trace = traceback.extract_tb(ended.exc_traceback)[::-1][:64]
-    frames = [[frame.filename, frame.lineno or 0, frame.name] for frame in trace]
+def record_thread(writer: Any, ended: threading.ExceptHookArgs, places: set[Any]) -> None:
+    """Write the exception that ended a thread into the black box, the first time at each place:
+    some programs start threads that fail again and again.
+    """
+    trace = list(traceback.walk_tb(ended.exc_traceback))[::-1][:16]
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in trace]
+    place = (ended.exc_type, *frames[:1])
+    if place in places or len(places) >= _THREAD_ERRORS_MAX:
+        return
+    places.add(place)
     name = f" (in thread {ended.thread.name})" if ended.thread is not None else ""
     first = next(iter(str(ended.exc_value or "").strip().splitlines()), "")[:500]
     text = ended.exc_type.__name__ + (f": {first}" if first else "") + name

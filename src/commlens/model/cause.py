@@ -420,8 +420,6 @@ class Missing(OfHardware, tag="missing", kw_only=True):
     rounds: Rounds | None = None  # that decided
     recomputed: Recomputed | None = None
     locked_out: list[Rank] = []  # wait for a lock that no other thread of their process releases
-    # the exception that ended a thread, if no thread is left that could wake the ranks
-    thread_error: str = ""
     doubt: Doubt | None
 
 

@@ -6,7 +6,7 @@ dump``, adds what it sees of the process: that it used 0.9 s of CPU in 1 s, or d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from itertools import islice
 from typing import Final, Literal
@@ -352,10 +352,14 @@ class RankLog(msgspec.Struct):
             return main
         return self._stack_for(main, everything)
 
-    def _without_collectives(self, stacks: Sequence[ThreadStack]) -> list[ThreadStack]:
-        """Return the stacks of threads that have issued no collective yet."""
-        issued = {op.issue_thread for op in self.collectives}
-        return [stack for stack in stacks if stack.thread not in issued]
+    @property
+    def sleep(self) -> tuple[float, float]:
+        """For how much longer the thread of ``main_stack`` sleeps, and the length of that sleep, in
+        seconds; zeros if it does not, or it is not the main one, of which alone this is known.
+        """
+        stack, seen = self.main_stack, self.observation
+        is_main = stack is None or stack.is_main
+        return (seen.wakes_in_s, seen.sleeps_s) if is_main else (0.0, 0.0)
 
     def _stack_for(self, main: ThreadStack, everything: list[ThreadStack]) -> ThreadStack:
         """Return the stack of the thread that runs the user's code in place of the main one."""
@@ -364,7 +368,6 @@ class RankLog(msgspec.Struct):
         of_thread = [stack for stack in others if stack.thread == issuing]
         if main.source is None or not self.collectives:
             of_thread = of_thread or others
-        of_thread = of_thread or self._without_collectives(others)
         if len({stack.thread for stack in of_thread}) != 1:
             return main
         return max(of_thread, key=lambda stack: stack.taken_ns)

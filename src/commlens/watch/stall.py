@@ -78,7 +78,6 @@ FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank h
 # fallen quiet
 FINISHED_LOOKS: Final = 4
 _NEW_PAUSE_NS: Final = 2_000_000_000  # so long after the last one, a pause is another one
-_APART_NS: Final = 1_000_000_000  # between the beginnings of two waits
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
@@ -192,7 +191,6 @@ class Stall:
     dumps: int = 0  # that the watcher has saved
     early_looks: int = 0  # before the stall timeout
     is_mentioned: bool = False  # in a notice before the stall timeout
-    is_over: bool = False  # as a later verdict shows
     standstill: Standstill = field(default_factory=Standstill)
 
 
@@ -244,21 +242,13 @@ def _check_of(
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
 
 
-def _note_held_up(stall: Stall, check: Check, verdict: Verdict) -> Check:
+def _shortened(check: Check, verdict: Verdict) -> Check:
     """Return a check with the age of the waits that its verdict is about. The oldest wait may be
     another one: a thread may wait for a command while its job goes on.
-
-    Note in the stall when these waits began. If it was reported, and they began later, it is over.
     """
     cause = verdict.cause
     held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
-    if held_up_s is None:
-        return check
-    began_ns = int((check.now - held_up_s) * 1e9)
-    if stall.verdict is None:
-        stall.since_ns = began_ns
-    stall.is_over = began_ns > stall.since_ns + _APART_NS
-    return check._replace(age_s=held_up_s)
+    return check if held_up_s is None else check._replace(age_s=held_up_s)
 
 
 def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
@@ -314,14 +304,14 @@ class StallDetector:
 
     def take_ended(self, waiting: Sequence[OpenWait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
-        stall, oldest_ns = self.stall, min((wait.since_ns for wait in waiting), default=now_ns)
+        stall = self.stall
         if (
             stall is None
             or stall.verdict is None
-            or not (stall.is_over or oldest_ns > stall.since_ns)
+            or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns
         ):
             return None
-        self.stall, stall.is_over = None, False
+        self.stall = None
         return stall
 
     def update(
@@ -495,7 +485,7 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key, check = identity_of(verdict), _note_held_up(stall, check, verdict)
+        key, check = identity_of(verdict), _shortened(check, verdict)
         until_patience_s = max(0.02, check.patience_s - check.age_s)
         is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)

@@ -183,13 +183,16 @@ def test_the_exception_that_ends_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         word=lambda at, value: words.append((at, value)),
         add_blob=lambda blob: blobs.append(blob) or 7,
     )
-    uncaught.hook_threads(lambda ended: uncaught.record_thread(writer, ended))
-    for target in (sys.exit, lambda: load_row("{")):
+    places: set[Any] = set()
+    uncaught.hook_threads(lambda ended: uncaught.record_thread(writer, ended, places))
+    for target in (sys.exit, lambda: load_row("{"), lambda: load_row("{")):
         thread = threading.Thread(target=target, name="loader")
         thread.start()
         thread.join()
-    assert words == [(L.THREAD_EXCEPTION, 7)], "the end by sys.exit is no exception"
-    assert len(told) == 2, "the program's own hook is called, too"
+    assert words == [(L.THREAD_EXCEPTION, 7)], (
+        "the end by sys.exit is none, and each place is told once"
+    )
+    assert len(told) == 3, "the program's own hook is called, too"
     assert blobs[0]["text"].startswith("JSONDecodeError: Expecting property name")
     assert blobs[0]["text"].endswith(" (in thread loader)")
     assert "load_row" in [function for _, _, function in blobs[0]["f"]]

@@ -106,20 +106,22 @@ class Context:
             ages += [block.age_ns for block in same or blocks]
         return max(ages)
 
-    def held_up_ns(self, waiting: Iterable[int], awaited: Iterable[int]) -> int:
-        """Return how long ranks have been held up by others that they wait for, in ns.
+    def held_up_ns(self, edges: Iterable[Edge]) -> int:
+        """Return how long ranks have been held up by what these edges stand for, in ns.
 
-        A thread beside the main one may wait for a command for hours: while the main threads of
-        its rank and of the awaited ranks issue collectives, it holds up nothing.
+        A thread beside the main one may wait for a command for hours: while its rank's main thread
+        issues collectives, it holds up nothing.
         """
-        views, held_up, awaited = self.job.views, 0, list(awaited)
-        for view in (views[rank] for rank in waiting if rank in views):
-            for block in view.blocks.values():
-                age_ns, quiet_ns = block.age_ns, 0
-                if block.thread != view.main_thread and not block.op.channel.runs_ahead:
-                    logs = [view.log, *(views[rank].log for rank in awaited)]
-                    quiet_ns = max(map(activity.quiet_ns, logs))
-                held_up = max(held_up, min(age_ns, quiet_ns or age_ns))
+        held_up = 0
+        for edge in edges:
+            view = self.job.views.get(edge.rank)
+            for block in view.blocks.values() if view is not None else ():
+                channel = block.op.channel
+                if view is None or channel.key != edge.op.channel.key:
+                    continue
+                is_beside = block.thread != view.main_thread and not channel.runs_ahead
+                quiet_ns = activity.quiet_ns(view.log) if is_beside else 0
+                held_up = max(held_up, min(block.age_ns, quiet_ns or block.age_ns))
         return held_up
 
     def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:

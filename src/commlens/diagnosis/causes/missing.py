@@ -48,9 +48,9 @@ from commlens.diagnosis.index.activity import (
     may_wait_for_child,
 )
 from commlens.diagnosis.index.job_index import RankView, Track
-from commlens.matching.error_texts import is_peer_error, is_refusal
+from commlens.matching.error_texts import is_refusal
 from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
-from commlens.model.collective import Collective, Frame, FrameKind, Stack, State, user_frame
+from commlens.model.collective import Collective, Frame, FrameKind, Stack, State
 from commlens.model.ranklog import RankLog
 
 _LOOPS_MAX = 64  # ranks whose loops are looked at
@@ -187,7 +187,7 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
     for node in nodes:
         view = context.job.views[node.rank]
         track = view.tracks.get(most_waited(context, context.graph.edges_into(node)).op.channel.key)
-        of_user = {stack.thread for stack in view.log.stacks if stack.runs_user_code}
+        of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
         if track is not None and track.thread in of_user - {view.main_thread}:
             view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
 
@@ -197,14 +197,14 @@ def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
     edges = context.graph.edges_into(node)
     if _is_wait_over(doing, edges) or any(context.timed_out(edge) for edge in edges):
         return False
-    waited_ns = context.held_up_ns({edge.rank for edge in edges}, [node.rank])
+    waited_ns = context.held_up_ns(edges)
     if doing.works:
         limit = _patience_ns(context, node.rank, doing)
         return limit is None or waited_ns < limit
     # One long sleep ends at a known time; a thread that polls sleeps again and again.
-    seen = context.job.views[node.rank].log.observation
-    is_one = seen.wakes_in_s > 0 and seen.sleeps_s >= waited_ns / 2e9
-    until_ns = waited_ns + seen.wakes_in_s * 1e9
+    wakes_in_s, sleeps_s = context.job.views[node.rank].log.sleep
+    is_one = wakes_in_s > 0 and sleeps_s >= waited_ns / 2e9
+    until_ns = waited_ns + wakes_in_s * 1e9
     return is_one and doing.state == "runs" and until_ns < TOO_LONG * context.job.stall_timeout_ns
 
 
@@ -225,7 +225,7 @@ def _sleep_beside(
         for node, doing in activities.items()
         if awaited[node].instance in busy
         and doing.state == "runs"
-        and context.job.views[node.rank].log.observation.wakes_in_s > 0
+        and context.job.views[node.rank].log.sleep[0] > 0
     }
 
 
@@ -294,7 +294,7 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
         patience_s=None if patience is None else patience / 1e9,
         wakes_in_s=None
         if doing.works
-        else max(context.job.views[rank].log.observation.wakes_in_s for rank in ranks),
+        else max(context.job.views[rank].log.sleep[0] for rank in ranks),
     )
     blocked = context.blocked_by([first])
     op = absence.edge.op
@@ -352,7 +352,6 @@ def _add_missing(context: Context, absence: Absence) -> None:
         rounds=rounds,
         recomputed=recomputed if decision.by == "recomputation" else None,
         locked_out=locked_out,
-        thread_error=_thread_error(views[absence.ranks[0]]),
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
@@ -376,7 +375,7 @@ def _add_missing(context: Context, absence: Absence) -> None:
 def _held_up_s(context: Context, absence: Absence) -> float | None:
     """Return how long the job has been held up; None if that is as long as the longest wait."""
     waiting = sorted(set(absence.blocked) - set(absence.ranks))
-    held_up_ns = context.held_up_ns(waiting, absence.ranks)
+    held_up_ns = context.held_up_ns(absence.all_edges)
     return held_up_ns / 1e9 if held_up_ns < context.longest_wait(waiting) else None
 
 
@@ -440,14 +439,6 @@ def _waits_to_be_woken(view: RankView) -> bool:
     return inner is not None and inner.function == "wait" and inner.file.endswith("/threading.py")
 
 
-def _thread_error(view: RankView) -> str:
-    """Return the exception that ended a thread of a rank whose main thread no thread is left to
-    wake; empty if none did, or it follows from a peer's end.
-    """
-    error, left_alone = view.log.thread_exception, is_locked_out(view.log)
-    return error if left_alone and _waits_to_be_woken(view) and not is_peer_error(error) else ""
-
-
 def _frame(
     context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
 ) -> Frame | None:
@@ -456,8 +447,6 @@ def _frame(
         return extra.op.source
     frame = absence.edge.op.source if blames_waiting else absence.doing.frame
     view = context.job.views[absence.ranks[0]]
-    if not blames_waiting and _thread_error(view):
-        return user_frame(view.log.thread_exception_stack) or frame
     last = view.last_op
     return last.source if frame is None and absence.finished and last is not None else frame
 

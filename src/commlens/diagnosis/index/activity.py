@@ -477,7 +477,7 @@ def movement(log: RankLog) -> tuple[list[Sign], bool, bool]:
     seen = log.observation
     if seen.window_s < _WINDOW_S:
         return [], False, False
-    signs, works = _own_movement(seen, device_is_busy=device_is_busy(log))
+    signs, works = _own_movement(seen, log.sleep[0], device_is_busy=device_is_busy(log))
     signs += [Sign("lost-child", about=seen.lost_child)] * bool(seen.lost_child)
     work: list[Sign] = []
     if seen.children_cpu_s is not None:
@@ -492,7 +492,9 @@ def movement(log: RankLog) -> tuple[list[Sign], bool, bool]:
     return [*signs, *work], works or bool(work), bool(signs or work)
 
 
-def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign], bool]:
+def _own_movement(
+    seen: Observation, wakes_in_s: float, *, device_is_busy: bool
+) -> tuple[list[Sign], bool]:
     """Return the signs of movement of the process itself, and whether it works."""
     signs: list[Sign] = []
     if seen.stack_moved is not None:
@@ -507,5 +509,5 @@ def _own_movement(seen: Observation, *, device_is_busy: bool) -> tuple[list[Sign
     else:
         signs.append(Sign("waits-for-core" if runs else "no-cpu"))
     if (wait := lasting_wait(seen)) and not (uses or seen.stack_moved):
-        signs.append(Sign("waits-for", seen.wakes_in_s, about=wait))
+        signs.append(Sign("waits-for", wakes_in_s, about=wait))
     return signs, bool(seen.stack_moved) or (not device_is_busy and (uses or runs))

@@ -239,12 +239,6 @@ def _step_of_absent(case: MissingCase) -> str:
 def _locked_out_step(case: MissingCase) -> str:
     ranks, where = ranks_phrase(case.cause.locked_out), frame_phrase(case.absence.doing.frame)
     place = f" at {where}" if where else ""
-    if case.cause.thread_error:
-        raised = frame_phrase(case.frame)
-        return (
-            f"find out why a thread of {ranks} ended{f' at {raised}' if raised else ''}: no other"
-            f" one is left to wake the main thread{place}"
-        )
     if case.notified:
         return f"find out which thread was to wake {ranks}{place}: no other one runs Python there"
     return f"find out where {ranks} took the lock that it waits for{place}, and did not release it"
