@@ -10,6 +10,7 @@ from commlens.check.schedule import Outcome
 from commlens.check.sequence import Guess, RankSequence
 from commlens.diagnosis.words.phrases import COMPILER
 from commlens.launchers import AGENT_STORE
+from commlens.model.cause import TakenMessage
 from commlens.model.verdict import Verdict
 from commlens.text import capital, count, frame_phrase, joined, ranks_phrase, sentence, verb
 
@@ -42,17 +43,20 @@ _UNSEEN = {
 
 
 def fault(found: Verdict, outcome: Outcome, backend: str) -> Verdict:
-    """Return the verdict on a fault that every run meets, or every run that takes the same branches
-    where the program decides by values that a rank alone cannot know.
+    """Return the verdict on a fault that every run meets; or every run that takes the same branches
+    where the program decides by values that a rank alone cannot know; or, of messages that a
+    receive from any rank may take, those in which they come in one order.
     """
     decides = any(
         not each.idle for state in outcome.ranks.values() for each in state.sequence.decisions
     )
-    every = "every such run" if decides else "every run"
+    runs, order = "every such run" if decides else "every run", ""
+    if isinstance(found.cause, TakenMessage):
+        runs, order = "a run", " in which the messages come in this order"
     explanation = found.explanation
     if outcome.stuck:
         waits = f"{capital(ranks_phrase(outcome.stuck))} {verb(outcome.stuck, 'waits', 'wait')}"
-        stops = f"{waits} for ever in {every} on {backend}"
+        stops = f"{waits} for ever in {runs} on {backend}{order}"
         explanation = f"{stops}: {explanation}" if explanation else f"{stops}."
     first = msgspec.structs.replace(found.findings[0], explanation=explanation)
     return msgspec.structs.replace(

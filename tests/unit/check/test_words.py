@@ -1,8 +1,9 @@
 """Tests of src/commlens/check/words.py."""
 
-from sequences import play
+from sequences import Player, play
 
 from commlens.check import words
+from commlens.check.judge import judge
 from commlens.check.schedule import RULES, schedule
 from commlens.check.sequence import Guess
 from commlens.model.verdict import Finding, Verdict
@@ -36,3 +37,15 @@ def test_a_fault_without_an_explanation_is_told_in_a_whole_sentence() -> None:
     verdict = words.fault(found, outcome, "gloo")
     assert verdict.explanation == "Ranks 0-1 wait for ever in every run on gloo."
     assert verdict.findings[0].explanation == verdict.explanation
+
+
+def test_an_order_of_messages_that_only_some_runs_have() -> None:
+    def program(rank: Player) -> None:
+        if rank.rank == 0:
+            rank.recv(None)
+            rank.recv(1)
+        else:
+            rank.send(0)
+
+    explanation = judge(play(3, program), backend="gloo").verdict.explanation
+    assert "wait for ever in a run on gloo in which the messages come in this order" in explanation
