@@ -168,7 +168,7 @@ class SequenceRecorder(tap.Subscriber):
         self.hazards = self  # torch_patches calls `hazards.not_a_member()`
         self.groups = Groups()
         self.writer = types.SimpleNamespace(word=lambda *_: None)  # of a black box, that is missing
-        # Set when no other rank gives what the program needs next: its next op never completes.
+        # Set once the program needs what no other rank gives it: its next op never completes.
         self.stop_at_next_op = False
         self._rules = backend
         self._steps_wanted = math.inf if steps is None else steps
@@ -256,9 +256,9 @@ class SequenceRecorder(tap.Subscriber):
             reduce_op = torch_patches.noted_reduce_ops.get(thread) or reduce_op
         self._refuse(args, reduce_op, group.size)
         self._issuers.add(thread)
-        is_noted = any(each.what == "thread" for each in self.sequence.guesses)
-        if len(self._issuers) > 1 and not is_noted:
-            self.guess("thread")  # in which order the threads issue
+        was_guessed = any(each.what == "thread" for each in self.sequence.guesses)
+        if len(self._issuers) > 1 and not was_guessed:
+            self.guess("thread")  # a real run may issue their ops in another order
         coalescing = self._coalescing.get(thread)
         number = args.next_number() if coalescing is None else coalescing.add(args)
         index = self._issue(
@@ -507,7 +507,9 @@ class SequenceRecorder(tap.Subscriber):
         return guessed
 
     def _with_peer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function whose peer may be a guessed rank, as in an answer to its message."""
+        """Call a function that sends or receives. Its peer may be a guessed rank: the program
+        answers the rank from which it received.
+        """
         if any(isinstance(each, GuessedRank) for each in (*args, *kwargs.values())):
             self.guess("source")
         return original(*args, **kwargs)
@@ -587,24 +589,25 @@ class SequenceRecorder(tap.Subscriber):
         """Record the making of a group. torch calls this for the default group, too, before it is
         initialized: ``_init`` records that one.
         """
+        if not c10d.is_initialized():
+            return original(**given)
         name, ranks = str(given["group_name"]), given["global_ranks_in_group"] or ()
-        if c10d.is_initialized() and not ranks:
+        if not ranks:
             # The program calls torch's private function itself: torch's own calls name the ranks.
             made = original(**given)
             note_by_hand(made[0])
             return made
-        if c10d.is_initialized():
-            description = str(given.get("group_desc") or "")
-            number = int(name) if name.isdecimal() else 1  # torch counts the groups in their names
-            self._setup(
-                "new_group",
-                name,
-                ranks,
-                max(number, 1),
-                "" if description == "undefined" else description,
-                self._mesh,
-            )
-            self._made.note(self.stack_of_frame(sys._getframe(1)), ranks)
+        description = str(given.get("group_desc") or "")
+        number = int(name) if name.isdecimal() else 1  # torch counts the groups in their names
+        self._setup(
+            "new_group",
+            name,
+            ranks,
+            max(number, 1),
+            "" if description == "undefined" else description,
+            self._mesh,
+        )
+        self._made.note(self.stack_of_frame(sys._getframe(1)), ranks)
         return original(**given)
 
     def _split(self, original: Any, given: dict[str, Any]) -> Any:
