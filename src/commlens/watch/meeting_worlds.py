@@ -86,7 +86,7 @@ class _Exchange(Nodes):
         self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its processes last
         # the look at its processes that is under way, and the groups when it began
         self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None
-        self._members_at = 0.0  # time.monotonic() at which processes were due to be exchanged last
+        self._members_due = 0.0  # time.monotonic() at which to exchange processes again
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Exchange beats, and also send which processes this world has and read that of others,
@@ -94,10 +94,12 @@ class _Exchange(Nodes):
         """
         super()._exchange(client, slot)
         others, now = [beat.slot for beat in self.others], time.monotonic()
-        is_due = now - self._members_at >= _MEMBERS_S
-        if others and self._sent_for != self.groups and (is_due or not self._sent_for):
+        is_due = now >= self._members_due
+        if is_due:
+            self._members_due = now + _MEMBERS_S
+        have_changed = self._sent_for != self.groups
+        if others and have_changed and (is_due or not self._sent_for):  # the first time at once
             self._send_members(client, slot)
-        self._members_at = now if is_due else self._members_at
         wanted = [other for other in others if is_due or other not in self.members]
         self.members |= stored(client, "members", wanted)
 
