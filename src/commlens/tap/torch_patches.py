@@ -297,8 +297,9 @@ def _raising_refusals(original: Any) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
-        # such functions call one another: the outermost one notes and removes the time
-        outermost = waits_in_cpp.setdefault(thread, now := time.monotonic_ns()) == now
+        is_outermost = thread not in waits_in_cpp  # such functions call one another
+        if is_outermost:
+            waits_in_cpp[thread] = time.monotonic_ns()
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
@@ -307,7 +308,7 @@ def _raising_refusals(original: Any) -> Any:
                 raise
             raise _recorder.error_to_raise(error)  # noqa: B904 - its cause is set
         finally:
-            if outermost:
+            if is_outermost:
                 waits_in_cpp.pop(thread, None)
 
     return call
