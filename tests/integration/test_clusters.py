@@ -155,7 +155,7 @@ def test_a_late_and_a_killed_rank(tmp_path: Path, start: Start, count: int) -> N
         "VERDICT rank 1 never reached all_reduce #13 of the default group [0-1]; rank 0 waits"
         " for it." in first
     )
-    assert "cluster_program.py:17 load_batch" in first
+    assert "cluster_program.py:19 load_batch" in first
     assert count == 1 or "Rank 1 never reached all_reduce #13" in last
     assert all(killed in words(node) for node in tellers), (
         "rank 1's own node says so, and with a store that lives on, the first too"
