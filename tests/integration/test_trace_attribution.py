@@ -54,6 +54,7 @@ from commlens.model.trace import Phase, TraceEvent
 from commlens.testing import assert_collectives
 from commlens.tracing import trace_events
 from commlens.tracing.attribution import stacks
+from commlens.tracing.tracer import Tracer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 
@@ -1508,6 +1509,30 @@ def test_what_every_step_issues_before_its_forward_is_no_setup(fake: None) -> No
         (1, False),
         (2, False),
     ]
+
+
+def test_old_events_are_not_looked_through_at_each_collective(
+    fake: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole steps of a sharded model hold more events than are kept elsewhere."""
+    looks: list[int] = []
+    summarise_old = Tracer._summarise_old
+    monkeypatch.setattr(
+        Tracer, "_summarise_old", lambda tracer: looks.append(1) or summarise_old(tracer)
+    )
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with commlens.trace(whole_steps=1) as trace:
+        for amount in (2_100, 600, 600):
+            weight.grad = torch.ones(4)
+            for _ in range(amount):
+                dist.all_reduce(weight.grad)
+            optimizer.step()
+        whole = len(looks)
+        for _ in range(600):
+            dist.all_reduce(weight.grad)
+    assert len(looks) == whole
+    assert sum(event.count for event in trace.events) == 2_100 + 3 * 600
 
 
 def test_steps_without_any_pass_are_no_setup(fake: None) -> None:

@@ -148,6 +148,7 @@ class Tracer(tap.WaitSubscriber):
         self.ops: Any = None  # the dispatch mode, at depth ops
         self._summaries: dict[Any, _Summary] = {}
         self._summarised = 0
+        self._summarise_at = _SUMMARISE_AT
         self._groups = Groups()
         self._args_table = ArgsTable()
         self._stacks = StackInfos()
@@ -229,6 +230,7 @@ class Tracer(tap.WaitSubscriber):
     def clear(self) -> None:
         """Forget the collectives and steps so far. Modules and their parameters stay known."""
         self.events, self._summaries, self._summarised = [], {}, 0
+        self._summarise_at = _SUMMARISE_AT
         self.steps = self.dispatched = 0
         self._sequence = itertools.count(1).__next__
         if self._setup.last:
@@ -384,7 +386,7 @@ class Tracer(tap.WaitSubscriber):
                 # because other threads may have added events since this one.
                 for recent in self.events[-2 * _NAME_EVERY :]:
                     recent.reduce_op = reduce_op_text(recent.reduce_op)
-            if len(self.events) >= _SUMMARISE_AT:
+            if len(self.events) >= self._summarise_at:
                 self._summarise_old()
         except Exception as error:
             self._fail(error)
@@ -508,6 +510,8 @@ class Tracer(tap.WaitSubscriber):
                 self._summarise(event)
             else:
                 kept.append(event)
+        # not again for each event, where the whole steps alone have so many
+        self._summarise_at = max(_SUMMARISE_AT, len(kept) + _SUMMARISE_AT // 2)
 
     def _summarise(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
