@@ -32,6 +32,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -315,6 +316,16 @@ def _checkpointed(model: nn.Sequential) -> nn.Module:
     for name, child in list(model.named_children()):
         setattr(model, name, checkpoint_wrapper(child))
     return model
+
+
+def test_a_module_that_is_recomputed_counts_once_in_each_step(fake: None) -> None:
+    for implementation in CheckpointImpl:
+        model = nn.Sequential(checkpoint_wrapper(Between(), checkpoint_impl=implementation))
+        with commlens.trace() as trace:
+            for _ in range(3):
+                model(batch().requires_grad_()).sum().backward()
+        [wrapped] = [module for module in trace.data.modules if module.path == "Sequential.0"]
+        assert wrapped.calls == 3, implementation
 
 
 @pytest.mark.parametrize(

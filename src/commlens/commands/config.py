@@ -35,7 +35,7 @@ class ConfigCommand:
             "-y",
             "--yes",
             action="store_true",
-            help="ask nothing: keep the file's values, and default the rest",
+            help="ask nothing: write the defaults; with --force, a file keeps its values",
         )
         parser.add_argument(
             "-f", "--force", action="store_true", help="overwrite the file without asking"

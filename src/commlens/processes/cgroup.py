@@ -38,7 +38,7 @@ class Cgroup:
         """
         found = cls()
         for line in (read_text(f"/proc/{pid}/cgroup") or "").splitlines():
-            _, controllers, inside = line.split(":", 2)
+            _, controllers, inside = [*line.split(":", 2), "", ""][:3]  # the last may be cut
             names = controllers.split(",")
             if controllers and not {"cpu", "memory"}.intersection(names):
                 continue

@@ -161,7 +161,7 @@ def _add_fewer(context: Context, key: ChannelKey, last: dict[int, int]) -> None:
         issued=least,
         others_issued=most,
     )
-    op = context.job.views[others[0]].tracks[key].ops[least + 1]
+    op = context.job.views[others[0]].tracks[key].ops.get(least + 1)
     own = context.job.views[ranks[0]].tracks[key].ops.get(least)
     frame = own.source if own is not None and not is_tie else None
     context.cases.append(Case(cause, op, frame))

@@ -69,6 +69,12 @@ class ModuleCall:
     wrapper: bool
     end: int | None = None  # None while it is running
 
+    def wraps(self, row: ModuleRow, recomputed_by: int | None) -> bool:
+        """Return whether this is the call of a wrapper that calls what it wraps: one call of both.
+        It is another one where only the module is recomputed.
+        """
+        return self.wrapper and row is self.row and self.recomputed_by == recomputed_by
+
 
 class CallTable:
     """One thread's calls that made autograd nodes, by the first number they could have assigned."""

@@ -124,19 +124,18 @@ class ModuleTracker:
             if row is None or row.ref() is not module:
                 inner = self._unwrapped(module)
                 wrapper = inner is not module
-                if parent is None:
-                    row = self._row(inner, None)
-                else:
-                    if isinstance(module, GraphModule) and not self._known_paths(module):
-                        return None  # made by a compiler from the parent; not part of the model
-                    row = self._row(inner, parent)
-                    is_inside_wrapper = row is parent.row and parent.wrapper
-                    if is_inside_wrapper and parent.recomputed_by == recomputed_by:
-                        for listener in self.on_enter:
-                            listener(parent, module)
-                        return None  # the same call, already recorded
+                if parent is not None and self._is_made_by_compiler(module):
+                    return None
+                row = self._row(inner, parent)
+                if parent is not None and row is not parent.row:
                     if not wrapper:
                         parent.row.children[id(module)] = row
+                elif (
+                    parent is not None and parent.wrapper and parent.recomputed_by == recomputed_by
+                ):
+                    for listener in self.on_enter:
+                        listener(parent, module)
+                    return None  # the call of its wrapper, already recorded
             if recomputed_by is None:
                 number = row.calls = row.calls + 1
             else:
@@ -334,6 +333,10 @@ class ModuleTracker:
                 found = inside[name]
                 return found if isinstance(found, Module) else None
         return inside.get("module") if isinstance(module, _WRAPPERS) else None
+
+    def _is_made_by_compiler(self, module: Module) -> bool:
+        """Return whether a compiler made this from its caller: then it is not part of the model."""
+        return isinstance(module, GraphModule) and not self._known_paths(module)
 
     def _unwrapped(self, module: Module) -> Module:
         """Return the module inside all wrappers."""
