@@ -453,6 +453,7 @@ class Recording:
         torch_patches.set_recorder(None)
         self.recorder, self.attached, self.initialised, self.given_up = None, False, False, False
         self.lock = threading.Lock()  # another thread of the parent may have had it
+        self._thread_errors = set()  # those of the parent are in its own box
 
     # --- what the user asks for
 

@@ -224,14 +224,15 @@ def hook(
 def hook_threads(record: Callable[[threading.ExceptHookArgs], None]) -> None:
     """Call ``record`` for an exception that ends a thread beside the main one."""
     previous = threading.excepthook
+    if getattr(previous, "__name__", "") == "commlens_thread_hook":
+        return
 
-    @functools.wraps(previous)
-    def excepthook(args: threading.ExceptHookArgs) -> None:
+    def commlens_thread_hook(args: threading.ExceptHookArgs) -> None:
         if not issubclass(args.exc_type, SystemExit):
             record(args)
         previous(args)
 
-    threading.excepthook = excepthook
+    threading.excepthook = commlens_thread_hook
 
 
 def record_thread(writer: Any, ended: threading.ExceptHookArgs, places: set[Any]) -> None:

@@ -14,8 +14,6 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -101,16 +99,18 @@ def alike_in(origin: ValueOrigin, world_size: int) -> bool:
     """Check whether a value of this origin is the same on all ranks: whether its groups have every
     rank, or are dimensions of a mesh that span the world together.
 
-    This rank knows only its own groups, one of each dimension. Dimensions meet in this rank alone.
+    This rank knows only its own groups, one of each dimension. Two dimensions meet in this rank
+    alone, two flattened pairs of dimensions (tp_cp and dp_cp) in the one that they share.
     """
-    if not origin.alike:
-        return False
     groups = [set(ranks) for ranks in origin.alike]
     widest = [group for group in groups if not any(group < other for other in groups)]
-    are_dims = all(len(one & other) == 1 for one, other in itertools.combinations(widest, 2))
-    return len(set().union(*groups)) == world_size or (
-        are_dims and math.prod(map(len, widest)) == world_size
-    )
+    reached, spanned = set[int](), 1
+    for group in widest:
+        shared = max(1, len(reached & group))
+        reached |= group
+        # groups of which one has a part of another's ranks are no dimensions
+        spanned *= 0 if len(group) % shared else len(group) // shared
+    return bool(widest) and world_size in (len(reached), spanned)
 
 
 class Origins(EagerMode, tap.Subscriber):

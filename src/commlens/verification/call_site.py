@@ -211,9 +211,12 @@ def _with_class(step: _Step) -> str:
     qualified: str = getattr(step.frame.f_code, "co_qualname", "")
     if qualified:
         return qualified.replace(".<locals>", "")
-    owner = type(step.frame.f_locals.get("self"))
-    # torch's functional all_reduce, which is no method, calls its tensor self, too
-    return f"{owner.__name__}.{step.function}" if hasattr(owner, step.function) else step.function
+    if step.frame.f_code.co_varnames[:1] == ("self",) and "self" in step.frame.f_locals:
+        owner = type(step.frame.f_locals["self"])
+        # torch's functional all_reduce, which is no method, calls its tensor self, too
+        if hasattr(owner, step.function):
+            return f"{owner.__name__}.{step.function}"
+    return step.function
 
 
 def _module(file: str) -> str:

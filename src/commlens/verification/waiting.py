@@ -184,9 +184,9 @@ class Waiting:
                     self._bells.sleep(first, heard)
                     self._refusals.raise_new()
                     self._comparison.compare(pending)
-                if patience_ns is not None and self._is_over(pending, patience_ns, now - began):
-                    return
                 if now - checked > CHECK_EVERY_NS:
+                    if patience_ns is not None and self._is_over(pending, patience_ns, now - began):
+                        return
                     if releases and self._is_released(pending, wanted, now - began):
                         return
                     self._check_late(pending, wanted, now - began, checked - began)

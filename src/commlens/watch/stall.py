@@ -251,6 +251,15 @@ def _shortened(check: Check, verdict: Verdict) -> Check:
     return check if held_up_s is None else check._replace(age_s=held_up_s)
 
 
+def _pause_s(check: Check, until_patience_s: float, is_shortened: bool) -> float:
+    """Return when to look again at a verdict that is not confirmed. Where a thread waits for hours
+    and the ranks go on, that is not all the time.
+    """
+    if not check.may_still_end or check.rank_finished:
+        return CONFIRM_S
+    return max(CONFIRM_S, until_patience_s) if is_shortened else min(CONFIRM_S, until_patience_s)
+
+
 def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
     """Return whether the check was only made because a rank has finished, and the missing rank
     still runs: it may arrive before the stall timeout.
@@ -485,7 +494,8 @@ class StallDetector:
         """
         stall = self.stall
         assert stall is not None
-        key, check = identity_of(verdict), _shortened(check, verdict)
+        key, oldest_s = identity_of(verdict), check.age_s
+        check = _shortened(check, verdict)
         until_patience_s = max(0.02, check.patience_s - check.age_s)
         is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
@@ -499,9 +509,8 @@ class StallDetector:
         is_too_soon = check.may_still_end and not check.rank_finished
         if not check.timeout_s and (key != stall.pending or is_too_soon):
             stall.pending = key
-            stall.next_check = check.now + (
-                min(CONFIRM_S, until_patience_s) if is_too_soon else CONFIRM_S
-            )
+            is_shortened = check.age_s < oldest_s
+            stall.next_check = check.now + _pause_s(check, until_patience_s, is_shortened)
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s

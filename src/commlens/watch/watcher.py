@@ -316,7 +316,7 @@ class Watcher:
         """
         new = add_new_members(self._roster, self._observer)
         self._health.add(new)
-        if new and self._roster.generation > self._generation:
+        if self._roster.generation > self._generation:
             self._begin_generation_anew()
         self._roster.read_headers()
         self._add_ended()

@@ -130,6 +130,7 @@ def test_groups_of_a_mesh_span_the_world_together(asked: Asked) -> None:
     ("groups", "world_size", "spans"),
     [
         ([(0, 1), (0, 2), (0, 4)], 8, True),
+        ([(0, 1, 2, 3), (0, 2, 4, 6)], 8, True),  # dp_cp and cp_tp of a 2x2x2 mesh
         ([(0, 1), (0, 1, 2)], 6, False),  # they meet in two ranks, so they are no dimensions
         ([(0, 1), (0, 1, 2), (0, 3)], 6, True),
         ([(0, 1, 2), (0, 1, 3), (0, 4)], 5, True),  # they reach every rank, dimensions or not

@@ -97,9 +97,9 @@ class Context:
         """Return the longest time that one of these ranks, or any, has been waiting in its op of
         these edges, in ns; 0 if the records have no times.
         """
-        ages = [0]
+        ages, among = [0], set(ranks)
         for edge in edges if not self.job.foreseen else ():
-            if ranks and edge.rank not in ranks:
+            if among and edge.rank not in among:
                 continue
             blocks = self._blocks([edge.rank])
             same = [block for block in blocks if block.op.channel.key == edge.op.channel.key]

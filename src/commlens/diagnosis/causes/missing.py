@@ -194,6 +194,9 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
     """Return whether an absent rank works or sleeps, and may still arrive."""
+    wakes_in_s, sleeps_s = context.job.views[node.rank].log.sleep
+    if not doing.works and wakes_in_s <= 0:
+        return False
     edges = context.graph.edges_into(node)
     if _is_wait_over(doing, edges) or any(context.timed_out(edge) for edge in edges):
         return False
@@ -202,8 +205,7 @@ def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
         limit = _patience_ns(context, node.rank, doing)
         return limit is None or waited_ns < limit
     # One long sleep ends at a known time; a thread that polls sleeps again and again.
-    wakes_in_s, sleeps_s = context.job.views[node.rank].log.sleep
-    is_one = wakes_in_s > 0 and sleeps_s >= waited_ns / 2e9
+    is_one = sleeps_s >= waited_ns / 2e9
     until_ns = waited_ns + wakes_in_s * 1e9
     return is_one and doing.state == "runs" and until_ns < TOO_LONG * context.job.stall_timeout_ns
 
@@ -214,6 +216,10 @@ def _sleep_beside(
     """Return the absent ranks that sleep while another one visibly works, for which the same
     collective waits: they may poll for what it makes.
     """
+    views = context.job.views
+    asleep = {node for node in activities if views[node.rank].log.sleep[0] > 0}
+    if not asleep or not may_arrive:
+        return set()
     awaited = {node: most_waited(context, context.graph.edges_into(node)) for node in activities}
     busy = {
         awaited[node].instance
@@ -223,9 +229,7 @@ def _sleep_beside(
     return {
         node
         for node, doing in activities.items()
-        if awaited[node].instance in busy
-        and doing.state == "runs"
-        and context.job.views[node.rank].log.sleep[0] > 0
+        if awaited[node].instance in busy and doing.state == "runs" and node in asleep
     }
 
 

@@ -127,15 +127,13 @@ class ModuleTracker:
                 if parent is not None and self._is_made_by_compiler(module):
                     return None
                 row = self._row(inner, parent)
-                if parent is not None and row is not parent.row:
-                    if not wrapper:
-                        parent.row.children[id(module)] = row
-                elif (
-                    parent is not None and parent.wrapper and parent.recomputed_by == recomputed_by
-                ):
+                if parent is not None and parent.wraps(row, recomputed_by):
                     for listener in self.on_enter:
                         listener(parent, module)
-                    return None  # the call of its wrapper, already recorded
+                    return None  # already recorded
+                # what a wrapper wraps has the wrapper's own row, and is no child of it
+                if parent is not None and not wrapper and row is not parent.row:
+                    parent.row.children[id(module)] = row
             if recomputed_by is None:
                 number = row.calls = row.calls + 1
             else:
