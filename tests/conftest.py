@@ -41,8 +41,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "same")
 # drops the question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# A shell ignores these in what it starts in the background: tests send them.
-for _ignored in (signal.SIGINT, signal.SIGQUIT):
+# A shell ignores these in what it starts in the background, and nohup the last: tests send them.
+for _ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_ignored) == signal.SIG_IGN:
         signal.signal(
             _ignored, signal.default_int_handler if _ignored == signal.SIGINT else signal.SIG_DFL
