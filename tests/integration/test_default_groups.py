@@ -90,6 +90,8 @@ dist.destroy_process_group()
 def test_a_group_of_two_names(
     jobs: Harness, tmp_path: Path, how: str, sides: list[list[int]], made: list[int]
 ) -> None:
+    if TORCH >= (2, 14) and how != "shared":
+        pytest.skip("torch gives the group one name there, and the job ends well")
     result = jobs.run_program(LOCAL_NAMES.lstrip(), 4, tmp_path, arguments=[how], timeout_s=60)
     verdict = result.verdict
     assert verdict is not None and not result.timed_out, str(result)

@@ -169,7 +169,8 @@ def _seen_frame(frame: Mapping[str, Any], classify: Classify) -> SeenFrame:
 
 PROFILE_S: Final = 2
 _RATE: Final = 50  # samples a second
-_LINE = re.compile(r"thread \((\d+)\)[^;]*;(.*) (\d+)")
+# under Python 3.10, py-spy knows a thread by its address, and the main one by its name
+_LINE = re.compile(r"thread \((\d+|0x[0-9A-F]+)\)(?:: ([^;]*))?;(.*) (\d+)")
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 
 Profile = Counter[Stack]
@@ -222,9 +223,13 @@ def parse_profile(text: str, pid: int, classify: Classify) -> Profile:
     found: Profile = Counter()
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
-        if match is None or int(match[1]) != pid:  # the main thread's id is the process's
+        # the main thread's id is the process's
+        is_main = match is not None and (
+            match[2] == "MainThread" if match[1].startswith("0x") else int(match[1]) == pid
+        )
+        if match is None or not is_main:
             continue
-        frames = (_FRAME.fullmatch(part) for part in reversed(match[2].split(";")))
+        frames = (_FRAME.fullmatch(part) for part in reversed(match[3].split(";")))
         stack = tuple(
             Frame(
                 file=frame[2],
@@ -235,7 +240,7 @@ def parse_profile(text: str, pid: int, classify: Classify) -> Profile:
             for frame in frames
             if frame is not None
         )
-        found[stack] += int(match[3])
+        found[stack] += int(match[4])
     return found
 
 

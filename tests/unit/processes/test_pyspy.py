@@ -25,6 +25,16 @@ def test_the_profile_of_py_spy() -> None:
     }
 
 
+def test_the_profile_of_python_310() -> None:
+    text = (
+        "thread (0x7F4C3356D6C0): beat;f (/home/me/train.py:3) 39\n"
+        "thread (0x7F4CF3A1CB80): MainThread;main (/home/me/train.py:6) 38\n"
+        "thread (0x7F4CF3A1CB81);g (/home/me/train.py:9) 7\n"
+    )
+    taken = pyspy.parse_profile(text, 7, lambda _: FrameKind.USER)
+    assert taken == {(Frame("/home/me/train.py", 6, "main"),): 38}
+
+
 def test_the_main_thread_is_known_without_its_number() -> None:
     """As of a process of Python 3.10 that is not paused, where nothing imports threading."""
 
