@@ -231,7 +231,7 @@ def test_worlds_that_are_not_recorded_are_one_picture(zygote: Zygote, tmp_path: 
         zygote, "two_worlds", "rollout:1", {"trainer": 2, "rollout": 2}, tmp_path, look, recorded=[]
     )
     print(shown)
-    assert "worlds_programs.py:63 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
+    assert "worlds_programs.py:67 sleep; trainer 0-1 and rollout 0 wait in all_reduce of" in shown
     assert "Trainer 1: in barrier of the default group at" in shown
     assert "Looked at 4 ranks of 4 of trainer and rollout (pids" in shown
     assert "Confidence: medium" in shown
@@ -249,4 +249,4 @@ def test_a_process_that_may_be_a_member_without_a_record_is_evidence(
     assert "2 of 3 members of group weight_sync" in words
     assert words.count("is not recorded by commlens, and is connected with rank 0") == 2
     if pyspy.find() is not None:
-        assert "connected with rank 0: it is in worlds_programs.py:63 sleep." in words
+        assert "connected with rank 0: it is in worlds_programs.py:67 sleep." in words
