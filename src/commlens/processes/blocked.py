@@ -138,12 +138,13 @@ def _child(pid: int, child: int) -> str:
 
 
 def lost_child(pid: int) -> str:
-    """Return a sentence about a child of a process that is stopped, or that has failed and has not
-    been waited for; empty if there is none.
+    """Return which child of a process is stopped, or has failed and was not waited for:
+    ``"its child process 71 (python) is stopped"``; empty if there is none.
     """
     for child in children(pid):
         seen = read_stat(child)
-        name = f"its child process {child} ({(read_text(f'/proc/{child}/comm') or '').strip()})"
+        program = printable((read_text(f"/proc/{child}/comm") or "").strip())
+        name = f"its child process {child} ({program})"
         if seen is not None and seen.state in "Tt":
             return f"{name} is stopped"
         if seen is not None and seen.exit_status:

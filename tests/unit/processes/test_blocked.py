@@ -172,3 +172,19 @@ def test_a_child_that_is_lost(
         assert time.monotonic() < end
         time.sleep(0.02)
     assert lost_child(process.pid) == (f"its child process {pid} (sh) {words}" if words else "")
+
+
+def test_the_name_of_a_child_is_shown_without_its_control_characters(
+    started: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    child = (
+        "import os, signal; open('/proc/self/comm', 'w').write('a\\x1b[2Jb');"
+        " os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = start(started, code, tmp_path)
+    end = time.monotonic() + 15
+    while not (words := lost_child(process.pid)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert "\x1b" not in words and words.endswith(") is stopped")
