@@ -63,9 +63,8 @@ QUEUES: Final = 432  # blob {"k": "queues"}: the ends of message queues of the p
 QUEUE_SINCE: Final = 440
 # when the rank last read durations on devices from torch's recorder, CLOCK_MONOTONIC ns; 0: never
 TIMED: Final = 448
-THREAD_EXCEPTION: Final = (
-    456  # blob {"k": "exception"}: the last of a thread, once a place; 0: none
-)
+# blob {"k": "exception"}: the last recorded one that ended a thread beside the main one; 0: none
+THREAD_EXCEPTION: Final = 456
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

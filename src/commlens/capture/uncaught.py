@@ -52,14 +52,10 @@ def record_exception(
     if first is not None:
         text, frames = first[0], [*first[1], *frames]
     else:
-        message = (
-            " ".join(str(error).split())
-            if refusal is error
-            else next(iter(str(error).strip().splitlines()), "")
-        )
+        message = " ".join(str(error).split()) if refusal is error else _first_line(error)
         own = job_dirs.box_rank(writer.path), _checkpoint_file(trace)
         message = message[:500] + _of_ranks(str(error), *own)
-        text = f"{kind.__name__}: {message}" if message else kind.__name__
+        text = _headline(kind, message)
         text += _last_error(str(error)) + _killed_worker(error)
     blob = {"k": "exception", "text": text, "f": frames[:64]}
     if ASSERTED in text and (assertion := _only_assertion()):
@@ -77,6 +73,14 @@ def record_exception(
         first_line = message.splitlines()[0]
         refusal.args = (f"{first_line} (The whole message is in the output of {teller}.)",)
     error_file.write(os.environ, str(refusal), earliest=teller is None)
+
+
+def _headline(kind: type[BaseException], message: str) -> str:
+    return f"{kind.__name__}: {message}" if message else kind.__name__
+
+
+def _first_line(error: BaseException | None) -> str:
+    return next(iter(str("" if error is None else error).strip().splitlines()), "")
 
 
 def _teller(box: Path, message: str) -> str | None:
@@ -246,9 +250,8 @@ def record_thread(writer: Any, ended: threading.ExceptHookArgs, places: set[Any]
         return
     places.add(place)
     name = f" (in thread {ended.thread.name})" if ended.thread is not None else ""
-    first = next(iter(str(ended.exc_value or "").strip().splitlines()), "")[:500]
-    text = ended.exc_type.__name__ + (f": {first}" if first else "") + name
-    blob = {"k": "exception", "text": text, "f": frames}
+    first = _first_line(ended.exc_value)[:500]
+    blob = {"k": "exception", "text": _headline(ended.exc_type, first) + name, "f": frames}
     writer.word(L.THREAD_EXCEPTION, writer.add_blob(blob))
 
 

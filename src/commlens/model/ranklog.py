@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from itertools import islice
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -99,6 +99,13 @@ AdapterState = Literal["applied", "other-version"]
 """``applied``: the calls of a library that communicates past torch's dispatcher are recorded.
 ``other-version``: its signatures are not those that commlens knows.
 """
+
+
+class Sleep(NamedTuple):
+    """A thread's sleep, in seconds; zeros if it does not sleep."""
+
+    left_s: float = 0.0
+    length_s: float = 0.0  # as far as it was seen
 
 
 class ThreadStack(msgspec.Struct, frozen=True):
@@ -353,13 +360,11 @@ class RankLog(msgspec.Struct):
         return self._stack_for(main, everything)
 
     @property
-    def sleep(self) -> tuple[float, float]:
-        """For how much longer the thread of ``main_stack`` sleeps, and the length of that sleep, in
-        seconds; zeros if it does not, or it is not the main one, of which alone this is known.
-        """
+    def sleep(self) -> Sleep:
+        """The sleep of the thread of ``main_stack``. It is known only of the main thread."""
         stack, seen = self.main_stack, self.observation
         is_main = stack is None or stack.is_main
-        return (seen.wakes_in_s, seen.sleeps_s) if is_main else (0.0, 0.0)
+        return Sleep(seen.wakes_in_s, seen.sleeps_s) if is_main else Sleep()
 
     def _stack_for(self, main: ThreadStack, everything: list[ThreadStack]) -> ThreadStack:
         """Return the stack of the thread that runs the user's code in place of the main one."""

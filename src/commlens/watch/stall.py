@@ -221,6 +221,11 @@ class Check(NamedTuple):
         """Whether the oldest wait is shorter than the stall timeout."""
         return self.age_s < self.patience_s
 
+    @property
+    def is_too_soon(self) -> bool:
+        """Whether a verdict is not reported yet, but at the stall timeout."""
+        return self.may_still_end and not self.rank_finished
+
 
 def _check_of(
     now: float,
@@ -251,11 +256,11 @@ def _shortened(check: Check, verdict: Verdict) -> Check:
     return check if held_up_s is None else check._replace(age_s=held_up_s)
 
 
-def _pause_s(check: Check, until_patience_s: float, is_shortened: bool) -> float:
-    """Return when to look again at a verdict that is not confirmed. Where a thread waits for hours
-    and the ranks go on, that is not all the time.
+def _pause_s(check: Check, until_patience_s: float, *, is_shortened: bool) -> float:
+    """Return in how many seconds to look again at a verdict that is not confirmed: soon, unless a
+    thread waits for hours while the ranks go on.
     """
-    if not check.may_still_end or check.rank_finished:
+    if not check.is_too_soon:
         return CONFIRM_S
     return max(CONFIRM_S, until_patience_s) if is_shortened else min(CONFIRM_S, until_patience_s)
 
@@ -506,11 +511,12 @@ class StallDetector:
             if is_late:
                 stall.next_check = min(stall.next_check, check.now + until_patience_s)
             return False
-        is_too_soon = check.may_still_end and not check.rank_finished
-        if not check.timeout_s and (key != stall.pending or is_too_soon):
+        if not check.timeout_s and (key != stall.pending or check.is_too_soon):
             stall.pending = key
             is_shortened = check.age_s < oldest_s
-            stall.next_check = check.now + _pause_s(check, until_patience_s, is_shortened)
+            stall.next_check = check.now + _pause_s(
+                check, until_patience_s, is_shortened=is_shortened
+            )
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s

@@ -94,32 +94,30 @@ class Context:
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
     def longest_of(self, edges: Iterable[Edge], ranks: Collection[int] = ()) -> int:
-        """Return the longest time that one of these ranks, or any, has been waiting in its op of
-        these edges, in ns; 0 if the records have no times.
+        """Return the longest of the waits that these edges show, or only those of these ranks, in
+        ns; 0 if the records have no times.
         """
-        ages, among = [0], set(ranks)
-        for edge in edges if not self.job.foreseen else ():
-            if among and edge.rank not in among:
-                continue
-            blocks = self._blocks([edge.rank])
-            same = [block for block in blocks if block.op.channel.key == edge.op.channel.key]
-            ages += [block.age_ns for block in same or blocks]
-        return max(ages)
+        if self.job.foreseen:
+            return 0
+        among = set(ranks)
+        waits = (
+            self._waits_of(edge) or self._blocks([edge.rank])
+            for edge in edges
+            if not among or edge.rank in among
+        )
+        return max((block.age_ns for blocks in waits for block in blocks), default=0)
 
     def held_up_ns(self, edges: Iterable[Edge]) -> int:
-        """Return how long ranks have been held up by what these edges stand for, in ns.
+        """Return for how long the waits that these edges show have held up their ranks, in ns.
 
         A thread beside the main one may wait for a command for hours: while its rank's main thread
         issues collectives, it holds up nothing.
         """
         held_up = 0
         for edge in edges:
-            view = self.job.views.get(edge.rank)
-            for block in view.blocks.values() if view is not None else ():
-                channel = block.op.channel
-                if view is None or channel.key != edge.op.channel.key:
-                    continue
-                is_beside = block.thread != view.main_thread and not channel.runs_ahead
+            for block in self._waits_of(edge):
+                view = self.job.views[edge.rank]
+                is_beside = block.thread != view.main_thread and not block.op.channel.runs_ahead
                 quiet_ns = activity.quiet_ns(view.log) if is_beside else 0
                 held_up = max(held_up, min(block.age_ns, quiet_ns or block.age_ns))
         return held_up
@@ -146,6 +144,11 @@ class Context:
         """
         hows = {block.how for block in self._blocks(ranks)}
         return not hows or hows == {"unknown"}  # without a block, as of a rank in a message
+
+    def _waits_of(self, edge: Edge) -> list[BlockedThread]:
+        """Return the threads of an edge's rank that wait on the channel of its op."""
+        key = edge.op.channel.key
+        return [block for block in self._blocks([edge.rank]) if block.op.channel.key == key]
 
     def _blocks(self, ranks: Iterable[int]) -> list[BlockedThread]:
         return [

@@ -194,8 +194,8 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
     """Return whether an absent rank works or sleeps, and may still arrive."""
-    wakes_in_s, sleeps_s = context.job.views[node.rank].log.sleep
-    if not doing.works and wakes_in_s <= 0:
+    sleep = context.job.views[node.rank].log.sleep
+    if not doing.works and sleep.left_s <= 0:
         return False
     edges = context.graph.edges_into(node)
     if _is_wait_over(doing, edges) or any(context.timed_out(edge) for edge in edges):
@@ -205,8 +205,8 @@ def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
         limit = _patience_ns(context, node.rank, doing)
         return limit is None or waited_ns < limit
     # One long sleep ends at a known time; a thread that polls sleeps again and again.
-    is_one = sleeps_s >= waited_ns / 2e9
-    until_ns = waited_ns + wakes_in_s * 1e9
+    is_one = sleep.length_s >= waited_ns / 2e9
+    until_ns = waited_ns + sleep.left_s * 1e9
     return is_one and doing.state == "runs" and until_ns < TOO_LONG * context.job.stall_timeout_ns
 
 
@@ -217,7 +217,7 @@ def _sleep_beside(
     collective waits: they may poll for what it makes.
     """
     views = context.job.views
-    asleep = {node for node in activities if views[node.rank].log.sleep[0] > 0}
+    asleep = {node for node in activities if views[node.rank].log.sleep.left_s > 0}
     if not asleep or not may_arrive:
         return set()
     awaited = {node: most_waited(context, context.graph.edges_into(node)) for node in activities}
@@ -298,7 +298,7 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
         patience_s=None if patience is None else patience / 1e9,
         wakes_in_s=None
         if doing.works
-        else max(context.job.views[rank].log.sleep[0] for rank in ranks),
+        else max(context.job.views[rank].log.sleep.left_s for rank in ranks),
     )
     blocked = context.blocked_by([first])
     op = absence.edge.op
