@@ -43,9 +43,9 @@ _UNSEEN = {
 
 
 def fault(found: Verdict, outcome: Outcome, backend: str) -> Verdict:
-    """Return the verdict on a fault that every run meets; or every run that takes the same branches
-    where the program decides by values that a rank alone cannot know; or, of messages that a
-    receive from any rank may take, those in which they come in one order.
+    """Return the verdict on a fault, and say which runs meet it: every run; every run that takes
+    the same branches, if the program decides by values that a rank alone cannot know; or a run in
+    which messages come in one order, if a receive from any rank may take several.
     """
     decides = any(
         not each.idle for state in outcome.ranks.values() for each in state.sequence.decisions

@@ -291,7 +291,7 @@ def find_unwritten(context: Context, nodes: list[WaitNode]) -> None:
             culprits=culprits,
             blamed_by=decision.by,
             victims=sorted({*ranks, *blocked} - {*culprits}),
-            confidence="medium" if {*culprits, *ranks * agent} else "low",
+            confidence="medium" if culprits or agent else "low",
             key=op.channel.group.name,
             ranks=ranks,
             waits=waits_of(context, edges),

@@ -478,7 +478,8 @@ def movement(log: RankLog) -> tuple[list[Sign], bool, bool]:
     if seen.window_s < _WINDOW_S:
         return [], False, False
     signs, works = _own_movement(seen, log.sleep.left_s, device_is_busy=device_is_busy(log))
-    signs += [Sign("lost-child", about=seen.lost_child)] * bool(seen.lost_child)
+    if seen.lost_child:
+        signs.append(Sign("lost-child", about=seen.lost_child))
     work: list[Sign] = []
     if seen.children_cpu_s is not None:
         if seen.children_cpu_s / seen.window_s >= CPU_WORKING:
