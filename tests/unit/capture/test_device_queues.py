@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 from commlens.capture import device_queues, torch_progress
 from commlens.capture.device_queues import DeviceQueues
 
-NOW_NS = time.monotonic_ns() - 600 * 10**9
+# not before the machine started, which may be less than ten minutes ago
+NOW_NS = max(time.monotonic_ns() - 600 * 10**9, 0)
 LATER_NS = NOW_NS + 3600 * 10**9
 
 
