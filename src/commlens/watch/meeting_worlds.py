@@ -83,9 +83,8 @@ class _Exchange(Nodes):
         """The packed logs of each world, with one record of each rank, by slot: they say which
         processes it has if it is out of sight later, as the store ended with the program.
         """
-        self._sent_for: Sequence[ByHand] = ()  # the groups when this world sent its processes last
-        # the look at its processes that is under way, and the groups when it began
-        self._packing: tuple[Sequence[ByHand], InBackground[bytes]] | None = None
+        self._seen_groups: Sequence[ByHand] = ()  # when this world last looked at its processes
+        self._look_under_way: InBackground[bytes] | None = None  # at its processes
         self._members_due = 0.0  # time.monotonic() at which to exchange processes again
 
     def _exchange(self, client: Client, slot: int) -> None:
@@ -97,26 +96,24 @@ class _Exchange(Nodes):
         is_due = now >= self._members_due
         if is_due:
             self._members_due = now + _MEMBERS_S
-        have_changed = self._sent_for != self.groups
-        if others and have_changed and (is_due or not self._sent_for):  # the first time at once
-            self._send_members(client, slot)
+        if others and self._look_under_way is None and self._seen_groups != self.groups:
+            if is_due or not self._seen_groups:  # the first time at once
+                self._seen_groups = self.groups
+                run = functools.partial(self._look, 1)
+                self._look_under_way = InBackground(run, lambda _: b"")
+        self._send_members(client, slot)
         wanted = [other for other in others if is_due or other not in self.members]
         self.members |= stored(client, "members", wanted)
 
     def _send_members(self, client: Client, slot: int) -> None:
-        """Look at the processes of this world in a thread, and send the result in a later exchange:
-        a look may take seconds, and a world that sends nothing for so long counts as lost.
+        """Send what the look at this world's processes found, once it has ended. It may take
+        seconds, and a world that sends nothing for so long counts as lost.
         """
-        if self._packing is None:
-            run = InBackground(functools.partial(self._look, 1), lambda _: b"")
-            self._packing = self.groups, run
-        groups, packing = self._packing
-        content = packing.wait()
-        if content is None:
-            return
+        content = self._look_under_way.wait() if self._look_under_way is not None else None
         if content:
             client.set(key("members", slot), content)
-        self._sent_for, self._packing = groups, None
+        if content is not None:
+            self._look_under_way = None
 
     def lost_worlds(self, answered: Collection[int]) -> tuple[list[list[RankLog]], list[str]]:
         """Return what is known of the worlds that were in sight until the store or folder was lost

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +16,8 @@ from met_worlds import STORE, World, eventually, log_of, ticking
 
 from commlens.model.collective import QUEUE
 from commlens.watch import meeting_worlds
-from commlens.watch.nodes.beat import ByHand
+from commlens.watch.nodes.beat import Beat, ByHand
+from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.meeting_places import Folder, Store
 from commlens.watch.other_worlds import reading_of
 from commlens.watch.stall import OpenWait
@@ -235,6 +239,35 @@ def test_the_processes_of_a_world_stay_known_when_the_place_ends(two: tuple[Worl
     ]
     answered = {name for beat in exchange.lost_store.beats for name in meeting_worlds._names(beat)}
     assert exchange.lost_worlds(answered) == ([], []), "the world has answered in another place"
+
+
+def test_a_later_look_at_the_processes_is_sent_as_soon_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting_worlds, "_MEMBERS_S", 3600.0)
+    monkeypatch.setattr(Nodes, "_exchange", lambda *_: None)
+    monkeypatch.setattr(Nodes, "others", [Beat(1, "host1", [1])])
+    sent: list[bytes] = []
+    client: Any = SimpleNamespace(
+        set=lambda _, value: sent.append(value), existing_keys=list, get=list
+    )
+    may_end = threading.Event()
+    looks = itertools.count(1)
+
+    def look(records: int) -> bytes:
+        may_end.wait(20)
+        return b"look %d" % next(looks)
+
+    exchange = meeting_worlds._Exchange("host0", lambda: None, look)
+    exchange.members[1] = b"known"
+    for number in (1, 2):
+        exchange.groups = [ByHand(STORE, 2, ordinal, (0,)) for ordinal in range(number)]
+        may_end.clear()
+        exchange._members_due = 0.0
+        exchange._exchange(client, 0)
+        may_end.set()
+        eventually(lambda n=number: exchange._exchange(client, 0) or len(sent) == n)
+    assert sent == [b"look 1", b"look 2"]
 
 
 def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> None:
