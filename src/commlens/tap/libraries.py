@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,22 +72,36 @@ Describe = Callable[[Any, Given], LibraryCall | None]
 """Describe a call by its ``self`` (of a function None) and its arguments."""
 
 
+class AdaptedCall(NamedTuple):
+    """How one method is recorded. A method without these parameters is of another version."""
+
+    describe: Describe
+    parameters: tuple[str, ...] = ()
+
+
 class Adapter(NamedTuple):
-    """How the calls of one class are recorded, or the functions of a module with no class."""
+    """How the methods of one class are recorded; of a module's functions, ``owner`` is ""."""
 
     library: str
     module: str
     owner: str
-    calls: Mapping[str, tuple[Describe, tuple[str, ...]]]  # and parameters that it must have
-    # makes what replaces a method, in place of what announces its calls
+    calls: Mapping[str, AdaptedCall]
+    # takes a method and its name, and returns its replacement; None: one that announces each call
     wrap: Callable[[Any, str], Any] | None = None
+
+
+class _Replaced(NamedTuple):
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
 
 
 _groups: MutableMapping[Any, dict[str, LibraryGroup]] = weakref.WeakKeyDictionary()
 states: dict[str, str] = {}
 """By library that the program has imported: "applied", or "other-version"."""
-_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What has replaced the methods of libraries."""
+_replaced: dict[str, list[_Replaced]] = {}
+"""By library: the methods that its adapters have replaced."""
 _inside = threading.local()
 _failed = False
 _adapters: dict[str, list[Adapter]] = {}  # by module
@@ -189,23 +203,17 @@ def _apply_to(module: Any, *, late: bool = False) -> None:
         owner = getattr(module, adapter.owner, None) if adapter.owner else module
         if owner is None:
             continue
-        found = {name: vars(owner)[name] for name in adapter.calls if name in vars(owner)}
-        if not found and _is_of_torch(adapter):
+        methods = {name: vars(owner)[name] for name in adapter.calls if name in vars(owner)}
+        if not methods and _is_of_torch(adapter):
             continue
-        fits = bool(found) and all(
-            _has_parameters(original, adapter.calls[name][1]) for name, original in found.items()
-        )
-        if not fits or states.get(adapter.library) == "other-version":
-            states[adapter.library] = "other-version"
-            continue
-        states[adapter.library] = "applied"
-        for name, original in found.items():
-            if original in _wrapped:  # two finders have found the module's spec
-                continue
+        signatures = {name: signature_of(method) for name, method in methods.items()}
+        parameters = {name: each.parameters for name, each in signatures.items() if each}
+        if len(parameters) < len(methods) or not _fits(adapter, parameters):
+            _leave_alone(adapter.library)
+        elif states.setdefault(adapter.library, "applied") == "applied":
             wrap = adapter.wrap or functools.partial(_announced, adapter=adapter, late=late)
-            wrapped = wrap(original, name)
-            _wrapped.add(wrapped)
-            setattr(owner, name, wrapped)
+            for name, method in methods.items():
+                _replace(adapter.library, owner, name, wrap(method, name))
 
 
 def _is_of_torch(adapter: Adapter) -> bool:
@@ -213,14 +221,36 @@ def _is_of_torch(adapter: Adapter) -> bool:
     return adapter.module.startswith("torch.")
 
 
-def _has_parameters(function: Any, names: tuple[str, ...]) -> bool:
-    signature = signature_of(function)
-    return signature is not None and all(name in signature.parameters for name in names)
+def _fits(adapter: Adapter, parameters: Mapping[str, Container[str]]) -> bool:
+    """Return whether methods with these parameters are those that the adapter knows."""
+    known = [name for name in adapter.calls if name in parameters]
+    return bool(known) and all(
+        needed in parameters[name] for name in known for needed in adapter.calls[name].parameters
+    )
+
+
+def _replace(library: str, owner: Any, name: str, replacement: Any) -> None:
+    replaced = _replaced.setdefault(library, [])
+    original = vars(owner)[name]
+    # two finders may have found the module's spec, so that its adapters are applied twice
+    if all(original is not each.replacement for each in replaced):
+        replaced.append(_Replaced(owner, name, original, replacement))
+        setattr(owner, name, replacement)
+
+
+def _leave_alone(library: str) -> None:
+    """Record no call of a library of which one class is of another version. If some classes were
+    recorded, ranks that import them in another order would seem to make other calls.
+    """
+    states[library] = "other-version"
+    for each in _replaced.pop(library, ()):
+        if vars(each.owner).get(each.name) is each.replacement:  # else another tool's is around it
+            setattr(each.owner, each.name, each.original)
 
 
 def _announced(original: Any, name: str, *, adapter: Adapter, late: bool) -> Any:
     """Return a function that announces a call, and calls the original."""
-    describe, read = adapter.calls[name][0], reader_of(original)
+    describe, read = adapter.calls[name].describe, reader_of(original)
     label = ".".join(filter(None, (adapter.library, adapter.owner, name)))
 
     def begin(args: Any, kwargs: Any, frame: Any) -> tuple[LibraryCall, Any] | None:
@@ -262,43 +292,47 @@ def _ended(call: LibraryCall, token: Any, failure: BaseException | None) -> None
         _end(token, failure)
 
 
-# --- what is installed, for ``commlens doctor``: the sources are read, and nothing is imported
+# --- for ``commlens doctor``, which reads the sources and imports nothing
 
 
 def installed(adapters: list[Adapter]) -> dict[str, bool]:
-    """Return the libraries that are installed, and whether their signatures are those that the
-    adapters know.
+    """Return the libraries that are installed, and whether the adapters know all signatures that
+    they replace.
     """
     found: dict[str, bool] = {}
     for adapter in adapters:
-        top, *rest = adapter.module.split(".")
-        spec = importlib.util.find_spec(top)
-        for place in spec.submodule_search_locations or () if spec is not None else ():
-            module = Path(place, *rest)
-            files = [module.with_suffix(suffix) for suffix in (".py", ".pyi") if rest]
-            sources = [each for each in files if each.exists()] or sorted(module.glob("**/*.py"))
-            fit = {_source_fits(adapter, source) for source in sources} - {None}
-            if fit and (True in fit or not _is_of_torch(adapter)):
-                found[adapter.library] = found.get(adapter.library, True) and True in fit
+        read = [_parameters_in(source, adapter.owner) for source in _sources(adapter.module)]
+        owners = [parameters for parameters in read if parameters is not None]
+        fits = any(_fits(adapter, parameters) for parameters in owners)
+        if owners and (fits or not _is_of_torch(adapter)):
+            found[adapter.library] = found.get(adapter.library, True) and fits
     return found
 
 
-def _source_fits(adapter: Adapter, source: Path) -> bool | None:
-    """Return whether the signatures are those that the adapter knows; None if the class is not
-    there.
+def _sources(module: str) -> list[Path]:
+    """Return the source files of a module; of a package, those of all its modules."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    sources: list[Path] = []
+    for folder in (spec and spec.submodule_search_locations) or ():
+        place = Path(folder, *rest)
+        files = [place.with_suffix(suffix) for suffix in (".py", ".pyi") if rest]
+        sources += [file for file in files if file.exists()] or sorted(place.glob("**/*.py"))
+    return sources
+
+
+def _parameters_in(source: Path, owner: str) -> dict[str, list[str]] | None:
+    """Return the parameters of each method of a class, or of a file's functions if ``owner`` is "";
+    None if the file has no such class.
     """
     tree: Any = ast.parse(source.read_bytes())
-    if adapter.owner:
+    if owner:
         classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-        tree = next((each for each in classes if each.name == adapter.owner), None)
+        tree = next((each for each in classes if each.name == owner), None)
     if tree is None:
         return None
-    methods = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    parameters = {
-        method.name: {each.arg for each in (*method.args.args, *method.args.kwonlyargs)}
-        for method in methods
-        if method.name in adapter.calls
+    return {
+        node.name: [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
     }
-    return bool(parameters) and all(
-        names.issuperset(adapter.calls[name][1]) for name, names in parameters.items()
-    )

@@ -1,18 +1,20 @@
 """The libraries whose calls past torch's dispatcher are recorded. An adapter reads what its library
 calls by name, and is written from the library's source; docs/rl-and-serving.md names the versions.
+
+``AdaptedCall(describe, needed)`` records a method that has the parameters ``needed``. For each of
+its calls, ``describe(self, arguments)`` returns a ``LibraryCall``, or None to leave the call out.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 from commlens.tap.hand_made import Membership, count_made
 from commlens.tap.libraries import (
+    AdaptedCall,
     Adapter,
-    Describe,
     Given,
     LibraryCall,
     LibraryGroup,
@@ -22,25 +24,25 @@ from commlens.tap.libraries import (
 )
 from commlens.tap.message_queues import noting
 
-Calls = dict[str, tuple[Describe, tuple[str, ...]]]
-
 # --- DeepEP: every rank of the group calls all of these but those with a peer
 
 
 def _deep_ep(
-    op: str, sent: str = "", peer: str = "", *, waits: Callable[[Given], Any] = lambda given: False
-) -> Describe:
-    def describe(buffer: Any, given: Given) -> LibraryCall | None:
-        rows = given.get(sent)
-        return LibraryCall(
-            of_process_group(buffer.group, "deep_ep"),
-            op,
-            rows[0] if isinstance(rows, tuple) else rows,
-            peer=given.get(peer, -1),
-            waits=bool(waits(given)),
-        )
+    op: str,
+    *needed: str,
+    sent: str = "",
+    peer: str = "",
+    waits: Callable[[Given], Any] = lambda given: False,
+) -> AdaptedCall:
+    """Record a call. ``sent`` and ``peer`` name its parameters for the tensor and the peer."""
 
-    return describe
+    def describe(buffer: Any, given: Given) -> LibraryCall:
+        group = of_process_group(buffer.group, "deep_ep")
+        rows = given.get(sent)
+        tensor = rows[0] if isinstance(rows, tuple) else rows
+        return LibraryCall(group, op, tensor, peer=given.get(peer, -1), waits=bool(waits(given)))
+
+    return AdaptedCall(describe, needed)
 
 
 def _waits_for_counts(given: Given) -> bool:
@@ -54,47 +56,95 @@ def _waits_for_counts(given: Given) -> bool:
     )
 
 
-_DISPATCH: Final = _deep_ep("dispatch", "x", waits=_waits_for_counts)
-_DEEP_EP: Final[Calls] = {
-    "dispatch": (_DISPATCH, ("x", "handle")),
-    "combine": (_deep_ep("combine", "x"), ("x", "handle")),
-    "low_latency_dispatch": (_deep_ep("low_latency_dispatch", "x"), ("x", "topk_idx")),
-    "low_latency_combine": (_deep_ep("low_latency_combine", "x"), ("x", "topk_idx", "handle")),
-}
-_ELASTIC: Final[Calls] = {
-    "dispatch": (_DISPATCH, ("x", "handle", "do_cpu_sync")),
-    "combine": (_deep_ep("combine", "x"), ("x", "handle")),
-    "barrier": (
-        _deep_ep("barrier", waits=lambda given: given.get("with_cpu_sync")),
-        ("with_cpu_sync",),
-    ),
-    "all_gather": (_deep_ep("all_gather", "t"), ("t",)),
-    "engram_write": (_deep_ep("engram_write", "storage"), ("storage",)),
-    "pp_send": (_deep_ep("send", "t", "dst_rank_idx"), ("t", "dst_rank_idx")),
-    "pp_recv": (_deep_ep("recv", "t", "src_rank_idx"), ("t", "src_rank_idx")),
-}
+_DEEP_EP: Final = Adapter(
+    "deep_ep",
+    "deep_ep",
+    "Buffer",
+    {
+        "dispatch": _deep_ep("dispatch", "x", "handle", sent="x", waits=_waits_for_counts),
+        "combine": _deep_ep("combine", "x", "handle", sent="x"),
+        "low_latency_dispatch": _deep_ep("low_latency_dispatch", "x", "topk_idx", sent="x"),
+        "low_latency_combine": _deep_ep("low_latency_combine", "x", "topk_idx", "handle", sent="x"),
+    },
+)
+_DEEP_EP_ELASTIC: Final = Adapter(
+    "deep_ep",
+    "deep_ep",
+    "ElasticBuffer",
+    {
+        "dispatch": _deep_ep(
+            "dispatch", "x", "handle", "do_cpu_sync", sent="x", waits=_waits_for_counts
+        ),
+        "combine": _deep_ep("combine", "x", "handle", sent="x"),
+        "barrier": _deep_ep(
+            "barrier", "with_cpu_sync", waits=lambda given: given.get("with_cpu_sync")
+        ),
+        "all_gather": _deep_ep("all_gather", "t", sent="t"),
+        "engram_write": _deep_ep("engram_write", "storage", sent="storage"),
+        "pp_send": _deep_ep("send", "t", "dst_rank_idx", sent="t", peer="dst_rank_idx"),
+        "pp_recv": _deep_ep("recv", "t", "src_rank_idx", sent="t", peer="src_rank_idx"),
+    },
+)
 
-# --- the all-reduce kernels of vLLM and SGLang
+# --- the all-reduce kernels and the message queues of vLLM and SGLang
 
 
-def _kernel(
-    library: str, module: str, owner: str, *names: str, read: str = "inp", asks: str = ""
-) -> Adapter:
-    """Describe the methods of a kernel's class. ``asks`` names the method with which the class says
-    whether it takes a tensor; a call with one that it declines is left out.
+def _vllm(module: str, owner: str, calls: dict[str, AdaptedCall], *more: Any) -> Adapter:
+    return Adapter("vllm", f"vllm.distributed.device_communicators.{module}", owner, calls, *more)
+
+
+def _sglang(module: str, owner: str, calls: dict[str, AdaptedCall], *more: Any) -> Adapter:
+    module = f"sglang.srt.distributed.device_communicators.{module}"
+    return Adapter("sglang", module, owner, calls, *more)
+
+
+def _all_reduce(library: str, *, tensor: str = "inp", asks: str = "") -> AdaptedCall:
+    """Record a call of a kernel. ``asks`` names the method with which its class says whether it
+    takes a tensor; a call with one that it declines is left out.
     """
 
     def describe(communicator: Any, given: Given) -> LibraryCall | None:
-        tensor = given[read]
-        if asks and not getattr(communicator, asks)(tensor):
+        if asks and not getattr(communicator, asks)(given[tensor]):
             return None
         group = of_process_group(communicator.group, library)
-        return LibraryCall(group, "custom_all_reduce", tensor)
+        return LibraryCall(group, "custom_all_reduce", given[tensor])
 
-    package = {"vllm": "vllm", "sglang": "sglang.srt"}[library]
-    module = f"{package}.distributed.device_communicators.{module}"
-    return Adapter(library, module, owner, dict.fromkeys(names, (describe, (read,))))
+    return AdaptedCall(describe, (tensor,))
 
+
+def _no_call(_: Any, given: Given) -> None:
+    return None
+
+
+_QUEUE_ENDS: Final = {
+    "enqueue": AdaptedCall(_no_call, ("self", "obj")),
+    "dequeue": AdaptedCall(_no_call, ("self",)),
+}
+_ASKING: Final = _all_reduce("vllm", asks="should_use_symm_mem")
+_VLLM: Final = [
+    _vllm("shm_broadcast", "MessageQueue", _QUEUE_ENDS, noting),
+    _vllm("custom_all_reduce", "CustomAllreduce", {"all_reduce": _all_reduce("vllm")}),
+    _vllm("quick_all_reduce", "QuickAllReduce", {"quick_all_reduce": _all_reduce("vllm")}),
+    _vllm("symm_mem", "SymmMemCommunicator", {"all_reduce": _ASKING}),
+    _vllm(
+        "flashinfer_all_reduce",
+        "FlashInferAllReduce",
+        {"all_reduce": _all_reduce("vllm", tensor="input_tensor")},
+    ),
+]
+_SGLANG: Final = [
+    _sglang("shm_broadcast", "MessageQueue", _QUEUE_ENDS, noting),
+    _sglang(
+        "custom_all_reduce",
+        "CustomAllreduce",
+        dict.fromkeys(("all_reduce", "all_reduce_reg", "all_reduce_unreg"), _all_reduce("sglang")),
+    ),
+    _sglang(
+        "custom_all_reduce_v2",
+        "CustomAllReduceV2",
+        {"custom_all_reduce": _all_reduce("sglang", tensor="input")},
+    ),
+]
 
 # --- NCCL groups of Ray, which torch does not know
 
@@ -106,56 +156,64 @@ def _ray_group(group: Any) -> LibraryGroup:
     return LibraryGroup("ray", made=count_made(group.rank, group.world_size, store))
 
 
-def _ray(op: str, options: str = "", tensors: str = "tensors") -> Describe:
-    def describe(group: Any, given: Given) -> LibraryCall | None:
-        chosen, sent = given.get(options), given.get(tensors)
+def _ray(op: str, *, tensors: str = "tensors", options: str = "") -> AdaptedCall:
+    """Record a call. ``options`` names its parameter that holds the root or the peer."""
+
+    def describe(group: Any, given: Given) -> LibraryCall:
+        sent, chosen = given.get(tensors), given.get(options)
         return LibraryCall(
             group_of(group, "ray", lambda: _ray_group(group)),
             op,
-            sent[0] if sent and op != "barrier" else None,
+            sent[0] if sent else None,
             root=getattr(chosen, "root_rank", -1),
             peer=getattr(chosen, "dst_rank", getattr(chosen, "src_rank", -1)),
         )
 
-    return describe
+    return AdaptedCall(describe, tuple(name for name in (tensors, options) if name))
 
 
-_RAY: Final = {
-    "allreduce": (_ray("all_reduce"), ("tensors",)),
-    "barrier": (_ray("barrier"), ()),
-    "reduce": (_ray("reduce", "reduce_options"), ("tensors", "reduce_options")),
-    "broadcast": (_ray("broadcast", "broadcast_options"), ("tensors", "broadcast_options")),
-    "allgather": (_ray("all_gather"), ("tensors",)),
-    "reducescatter": (_ray("reduce_scatter"), ("tensors",)),
-    "send": (_ray("send", "send_options"), ("tensors", "send_options")),
-    "recv": (_ray("recv", "recv_options"), ("tensors", "recv_options")),
-}
+_RAY: Final = Adapter(
+    "ray",
+    "ray.util.collective.collective_group.nccl_collective_group",
+    "NCCLGroup",
+    {
+        "allreduce": _ray("all_reduce"),
+        "barrier": _ray("barrier", tensors=""),
+        "reduce": _ray("reduce", options="reduce_options"),
+        "broadcast": _ray("broadcast", options="broadcast_options"),
+        "allgather": _ray("all_gather"),
+        "reducescatter": _ray("reduce_scatter"),
+        "send": _ray("send", options="send_options"),
+        "recv": _ray("recv", options="recv_options"),
+    },
+)
 
 # --- torchcomms used directly. c10d does not call these methods, but C++: the dispatcher sees it
 
 
-_split: dict[str, str] = {}
-"""By the name of a communicator that was split off: its parent, name and ranks. Those of a device
-mesh have one name on all ranks.
+_split_stores: dict[str, str] = {}
+"""By the name of a communicator that was split off: the store by which its members find each other,
+of its parent, its name and its ranks. Communicators of a device mesh have one name on all ranks.
 """
 
 
-def _torchcomms_path(comm: Any) -> str:
+def _torchcomms_store(comm: Any) -> str:
     name = str(comm.get_name())
-    return _split.get(name, f"torchcomms/{name}")
+    return _split_stores.get(name, f"torchcomms/{name}")
 
 
 def _torchcomms_group(comm: Any) -> LibraryGroup:
-    """A communicator by its name, which all its ranks give."""
-    made = count_made(comm.get_rank(), comm.get_size(), _torchcomms_path(comm))
+    made = count_made(comm.get_rank(), comm.get_size(), _torchcomms_store(comm))
     return LibraryGroup("torchcomms", made=made)
 
 
-def _torchcomms(op: str, tensor: str = "") -> Describe:
-    def describe(comm: Any, given: Given) -> LibraryCall | None:
+def _torchcomms(op: str, *needed: str, tensor: str = "") -> AdaptedCall:
+    """Record a call. ``tensor`` names its parameter for the tensor."""
+
+    def describe(comm: Any, given: Given) -> LibraryCall:
         if op == "split":
-            name = given.get("name")
-            _split[str(name)] = f"{_torchcomms_path(comm)}/{name}/{given['ranks']}"
+            name = str(given.get("name"))
+            _split_stores[name] = f"{_torchcomms_store(comm)}/{name}/{given['ranks']}"
         return LibraryCall(
             group_of(comm, "torchcomms", lambda: _torchcomms_group(comm)),
             op,
@@ -166,39 +224,43 @@ def _torchcomms(op: str, tensor: str = "") -> Describe:
             waits=op == "split" or (comm.get_backend() == "gloo" and not given["async_op"]),
         )
 
-    return describe
+    return AdaptedCall(describe, (tensor, *needed) if tensor else needed)
 
 
-_TORCHCOMMS: Final = {
-    "all_reduce": ("tensor", "async_op"),
-    "broadcast": ("tensor", "root", "async_op"),
-    "reduce": ("tensor", "root", "async_op"),
-    "all_gather": ("tensor", "async_op"),
-    "all_gather_single": ("input", "async_op"),
-    "reduce_scatter": ("output", "async_op"),
-    "reduce_scatter_single": ("input", "async_op"),
-    "all_to_all_single": ("input", "async_op"),
-    "scatter": ("output_tensor", "root", "async_op"),
-    "gather": ("input_tensor", "root", "async_op"),
-    "gather_single": ("input", "root", "async_op"),
-    "send": ("tensor", "dst", "async_op"),
-    "recv": ("tensor", "src", "async_op"),
-    # the ranks' sizes may differ
-    "all_gather_v": ("", "async_op"),
-    "reduce_scatter_v": ("", "async_op"),
-    "all_to_all_v_single": ("", "async_op"),
-    "all_to_all": ("", "async_op"),
-    "barrier": ("", "async_op"),
-    "split": ("", "ranks", "name"),
-}
-"""The tensor and the other parameters of each method."""
+_TORCHCOMMS: Final = Adapter(
+    "torchcomms",
+    "torchcomms",
+    "TorchComm",
+    {
+        "all_reduce": _torchcomms("all_reduce", "async_op", tensor="tensor"),
+        "broadcast": _torchcomms("broadcast", "root", "async_op", tensor="tensor"),
+        "reduce": _torchcomms("reduce", "root", "async_op", tensor="tensor"),
+        "all_gather": _torchcomms("all_gather", "async_op", tensor="tensor"),
+        "all_gather_single": _torchcomms("all_gather_single", "async_op", tensor="input"),
+        "reduce_scatter": _torchcomms("reduce_scatter", "async_op", tensor="output"),
+        "reduce_scatter_single": _torchcomms("reduce_scatter_single", "async_op", tensor="input"),
+        "all_to_all_single": _torchcomms("all_to_all_single", "async_op", tensor="input"),
+        "scatter": _torchcomms("scatter", "root", "async_op", tensor="output_tensor"),
+        "gather": _torchcomms("gather", "root", "async_op", tensor="input_tensor"),
+        "gather_single": _torchcomms("gather_single", "root", "async_op", tensor="input"),
+        "send": _torchcomms("send", "dst", "async_op", tensor="tensor"),
+        "recv": _torchcomms("recv", "src", "async_op", tensor="tensor"),
+        # no tensor: the ranks' sizes may differ
+        "all_gather_v": _torchcomms("all_gather_v", "async_op"),
+        "reduce_scatter_v": _torchcomms("reduce_scatter_v", "async_op"),
+        "all_to_all_v_single": _torchcomms("all_to_all_v_single", "async_op"),
+        "all_to_all": _torchcomms("all_to_all", "async_op"),
+        "barrier": _torchcomms("barrier", "async_op"),
+        "split": _torchcomms("split", "ranks", "name"),
+    },
+)
 
 # --- torch's symmetric memory, and its windows from 2.15 on
 
 
-def _rendezvous(_: Any, given: Given) -> LibraryCall | None:
-    """The first one of a group: later ones may return what an earlier call has found, on some ranks
-    and not on others.
+def _rendezvous(_: Any, given: Given) -> LibraryCall:
+    """Number the first one of a group only: later ones may return what an earlier call has found,
+    on some ranks and not on others.
     """
     import torch.distributed.distributed_c10d as c10d
 
@@ -209,16 +271,17 @@ def _rendezvous(_: Any, given: Given) -> LibraryCall | None:
     return LibraryCall(group, "rendezvous", is_numbered=is_first, waits=True, makes=True)
 
 
-def _new_window(process_group: Any, given: Given) -> LibraryCall | None:
+def _new_window(process_group: Any, given: Given) -> LibraryCall:
     group = of_process_group(process_group, "torch window")
     return LibraryCall(group, "new_window", given.get("tensor"), waits=True, makes=True)
 
 
-def _signal(
-    library: str, op: str, peer: str = "", *, handle: str = "", tensor: str = ""
-) -> Describe:
-    """A signal is a message, and its sender waits for nobody. The calls of a handle whose group is
-    unknown are left out.
+def _one_sided(
+    library: str, op: str, *needed: str, peer: str = "", handle: str = "", tensor: str = ""
+) -> AdaptedCall:
+    """Record a call of a handle; the last three name its parameters, and without ``handle`` the
+    method is the handle's own. A signal is a message, and its sender waits for nobody. The calls of
+    a handle whose group is unknown are left out.
     """
 
     def describe(owner: Any, given: Given) -> LibraryCall | None:
@@ -228,99 +291,84 @@ def _signal(
         to = given.get(peer, -1)
         return LibraryCall(group, op, given.get(tensor), peer=to, waits=op == "send")
 
-    return describe
+    return AdaptedCall(describe, tuple(name for name in (tensor, handle, peer, *needed) if name))
 
 
-_SYMMETRIC: Final = functools.partial(_signal, "symmetric memory")
-_WINDOW: Final = functools.partial(_signal, "torch window")
-_OF_TORCH: Final[dict[tuple[str, str, str], Calls]] = {
-    ("symmetric memory", "torch.distributed._symmetric_memory", ""): {
-        "rendezvous": (_rendezvous, ("tensor", "group")),
-        "put_signal": (
-            _SYMMETRIC("send", "peer", handle="hdl", tensor="src"),
-            ("src", "hdl", "peer"),
-        ),
-        "wait_signal": (_SYMMETRIC("recv", "peer", handle="hdl"), ("hdl", "peer")),
-    },
-    ("symmetric memory", "torch._C._distributed_c10d", "_SymmetricMemory"): {
-        "barrier": (_SYMMETRIC("barrier"), ("channel",)),
-        "put_signal": (_SYMMETRIC("send", "dst_rank"), ("dst_rank", "channel")),
-        "wait_signal": (_SYMMETRIC("recv", "src_rank"), ("src_rank", "channel")),
-    },
-    ("torch window", "torch._C._distributed_c10d", "ProcessGroup"): {
-        "new_window": (_new_window, ("tensor",)),
-    },
-    ("torch window", "torch._C._distributed_c10d", "Window"): {
-        "tensor_register": (_WINDOW("tensor_register", tensor="tensor"), ("tensor",)),
-        "put": (_WINDOW("send", "dst_rank", tensor="tensor"), ("tensor", "dst_rank")),
-        "signal": (_WINDOW("send", "peer_rank"), ("peer_rank",)),
-        "wait_signal": (_WINDOW("recv", "peer_rank"), ("peer_rank",)),
-    },
-}
+def _symmetric(op: str, *needed: str, **parameters: str) -> AdaptedCall:
+    return _one_sided("symmetric memory", op, *needed, **parameters)
+
+
+def _window(op: str, **parameters: str) -> AdaptedCall:
+    return _one_sided("torch window", op, **parameters)
+
+
+_OF_TORCH: Final = [
+    Adapter(
+        "symmetric memory",
+        "torch.distributed._symmetric_memory",
+        "",
+        {
+            "rendezvous": AdaptedCall(_rendezvous, ("tensor", "group")),
+            "put_signal": _symmetric("send", peer="peer", handle="hdl", tensor="src"),
+            "wait_signal": _symmetric("recv", peer="peer", handle="hdl"),
+        },
+    ),
+    Adapter(
+        "symmetric memory",
+        "torch._C._distributed_c10d",
+        "_SymmetricMemory",
+        {
+            "barrier": _symmetric("barrier", "channel"),
+            "put_signal": _symmetric("send", "channel", peer="dst_rank"),
+            "wait_signal": _symmetric("recv", "channel", peer="src_rank"),
+        },
+    ),
+    Adapter(
+        "torch window",
+        "torch._C._distributed_c10d",
+        "ProcessGroup",
+        {"new_window": AdaptedCall(_new_window, ("tensor",))},
+    ),
+    Adapter(
+        "torch window",
+        "torch._C._distributed_c10d",
+        "Window",
+        {
+            "tensor_register": _window("tensor_register", tensor="tensor"),
+            "put": _window("send", peer="dst_rank", tensor="tensor"),
+            "signal": _window("send", peer="peer_rank"),
+            "wait_signal": _window("recv", peer="peer_rank"),
+        },
+    ),
+]
 
 # --- NVSHMEM from Python: nothing tells which process is which PE of another job's processes
 
 
-def _nvshmem(op: str) -> Describe:
-    def describe(_: Any, given: Given) -> LibraryCall | None:
+def _nvshmem(op: str) -> AdaptedCall:
+    def describe(_: Any, given: Given) -> LibraryCall:
         core = sys.modules["nvshmem.core"]
         made = Membership(core.my_pe(), core.n_pes(), "", 0)
         group = group_of(core.init, "nvshmem4py", lambda: LibraryGroup("nvshmem4py", made=made))
         return LibraryCall(group, op)
 
-    return describe
+    return AdaptedCall(describe)
 
 
-def _message_queue(library: str, package: str) -> Adapter:
-    calls: dict[str, tuple[Describe, tuple[str, ...]]] = {
-        "enqueue": (_nothing, ("self", "obj")),
-        "dequeue": (_nothing, ("self",)),
-    }
-    module = f"{package}.distributed.device_communicators.shm_broadcast"
-    return Adapter(library, module, "MessageQueue", calls, noting)
-
-
-def _nothing(_: Any, given: Given) -> None:
-    return None
-
+_NVSHMEM: Final = Adapter(
+    "nvshmem4py",
+    "nvshmem.core.collective",
+    "",
+    {"barrier_all": _nvshmem("barrier_all"), "sync_all": _nvshmem("sync_all")},
+)
 
 ADAPTERS: Final = [
-    _message_queue("vllm", "vllm"),
-    _message_queue("sglang", "sglang.srt"),
-    Adapter("deep_ep", "deep_ep", "Buffer", _DEEP_EP),
-    Adapter("deep_ep", "deep_ep", "ElasticBuffer", _ELASTIC),
-    _kernel("vllm", "custom_all_reduce", "CustomAllreduce", "all_reduce"),
-    _kernel("vllm", "quick_all_reduce", "QuickAllReduce", "quick_all_reduce"),
-    _kernel("vllm", "symm_mem", "SymmMemCommunicator", "all_reduce", asks="should_use_symm_mem"),
-    _kernel(
-        "vllm", "flashinfer_all_reduce", "FlashInferAllReduce", "all_reduce", read="input_tensor"
-    ),
-    _kernel(
-        "sglang",
-        "custom_all_reduce",
-        "CustomAllreduce",
-        "all_reduce",
-        "all_reduce_reg",
-        "all_reduce_unreg",
-    ),
-    _kernel(
-        "sglang", "custom_all_reduce_v2", "CustomAllReduceV2", "custom_all_reduce", read="input"
-    ),
-    Adapter("ray", "ray.util.collective.collective_group.nccl_collective_group", "NCCLGroup", _RAY),
-    Adapter(
-        "torchcomms",
-        "torchcomms",
-        "TorchComm",
-        {
-            name: (_torchcomms(name, parameters[0]), tuple(filter(None, parameters)))
-            for name, parameters in _TORCHCOMMS.items()
-        },
-    ),
-    *(Adapter(*where, calls) for where, calls in _OF_TORCH.items()),
-    Adapter(
-        "nvshmem4py",
-        "nvshmem.core.collective",
-        "",
-        {name: (_nvshmem(name), ()) for name in ("barrier_all", "sync_all")},
-    ),
+    *_VLLM,
+    *_SGLANG,
+    _DEEP_EP,
+    _DEEP_EP_ELASTIC,
+    _RAY,
+    _TORCHCOMMS,
+    *_OF_TORCH,
+    _NVSHMEM,
 ]

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from commlens.tap import libraries
-from commlens.tap.libraries import Adapter, LibraryCall, LibraryGroup
+from commlens.tap.libraries import AdaptedCall, Adapter, LibraryCall, LibraryGroup
 from past_torch import adapted
 
 LIBRARY = """
@@ -44,8 +44,11 @@ def described(_: Any, given: dict[str, Any]) -> LibraryCall | None:
     return None if given["x"] == "quiet" else LibraryCall(GROUP, "dispatch", given["x"])
 
 
-def adapter(**calls: tuple[Any, tuple[str, ...]]) -> Adapter:
-    calls = calls or {"dispatch": (described, ("x", "handle")), "combine": (described, ("x",))}
+def adapter(**calls: AdaptedCall) -> Adapter:
+    calls = calls or {
+        "dispatch": AdaptedCall(described, ("x", "handle")),
+        "combine": AdaptedCall(described, ("x",)),
+    }
     return Adapter("lib", "some_library", "Buffer", calls)
 
 
@@ -120,7 +123,7 @@ def test_a_module_that_two_finders_find_is_adapted_once(place: Path) -> None:
             self.busy = True
             return importlib.util.find_spec(name)
 
-    with adapted([adapter(dispatch=(described, ("x",)))], place):
+    with adapted([adapter(dispatch=AdaptedCall(described, ("x",)))], place):
         sys.meta_path.insert(1, Delegating())
         try:
             told, buffer = listening(), importlib.import_module("some_library").Buffer()
@@ -161,7 +164,10 @@ def test_an_error_of_ours_is_logged_once_and_harms_nothing(
     def broken(_: Any, given: dict[str, Any]) -> LibraryCall | None:
         raise RuntimeError("ours")
 
-    with adapted([adapter(dispatch=(broken, ("x",)))], place), caplog.at_level(logging.WARNING):
+    with (
+        adapted([adapter(dispatch=AdaptedCall(broken, ("x",)))], place),
+        caplog.at_level(logging.WARNING),
+    ):
         buffer = importlib.import_module("some_library").Buffer()
         assert [buffer.dispatch(1), buffer.dispatch(2)] == [1, 2]
         libraries.listen(None, None)
@@ -173,8 +179,8 @@ def test_an_error_of_ours_is_logged_once_and_harms_nothing(
 @pytest.mark.parametrize(
     "calls",
     [
-        {"dispatch": (described, ("x", "topk"))},  # another parameter
-        {"send": (described, ("x",))},  # no such method
+        {"dispatch": AdaptedCall(described, ("x", "topk"))},  # another parameter
+        {"send": AdaptedCall(described, ("x",))},  # no such method
     ],
 )
 def test_another_version_is_left_alone(place: Path, calls: dict[str, Any]) -> None:
@@ -182,6 +188,36 @@ def test_another_version_is_left_alone(place: Path, calls: dict[str, Any]) -> No
         buffer_class = importlib.import_module("some_library").Buffer
         assert libraries.states == {"lib": "other-version"}
         assert not hasattr(buffer_class.dispatch, "__wrapped__")
+
+
+@pytest.mark.parametrize("misfit_is_first", [True, False])
+def test_a_class_of_another_version_leaves_the_whole_library_alone(
+    place: Path, misfit_is_first: bool
+) -> None:
+    """Else the order of imports, which may differ between ranks, would decide what is recorded."""
+    fits = adapter(dispatch=AdaptedCall(described, ("x",)))
+    misfit = Adapter("lib", "other_module", "Buffer", {"combine": AdaptedCall(described, ("y",))})
+    (place / "other_module.py").write_text(LIBRARY)
+    modules = ["some_library", "other_module"]
+    with adapted([fits, misfit], place):
+        told = listening()
+        for module in modules[::-1] if misfit_is_first else modules:
+            importlib.import_module(module)
+        buffer = sys.modules["some_library"].Buffer()
+        assert buffer.dispatch(1) == 1
+        assert told == []
+        assert not hasattr(type(buffer).dispatch, "__wrapped__")
+        assert libraries.states == {"lib": "other-version"}
+
+
+def test_leaving_a_library_alone_keeps_the_patch_of_another_tool(place: Path) -> None:
+    (place / "other_module.py").write_text(LIBRARY)
+    misfit = Adapter("lib", "other_module", "Buffer", {"send": AdaptedCall(described, ("x",))})
+    with adapted([adapter(), misfit], place):
+        buffer_class = importlib.import_module("some_library").Buffer
+        buffer_class.dispatch = lambda self, x: "of another tool"
+        importlib.import_module("other_module")
+        assert buffer_class().dispatch(1) == "of another tool"
 
 
 def test_in_a_running_job_the_number_of_a_call_is_unknown(place: Path) -> None:
@@ -227,8 +263,8 @@ def test_what_is_installed_is_read_and_not_imported(place: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError")
     (package / "buffer.py").write_text(LIBRARY)
-    fits = {"dispatch": (described, ("x", "handle"))}
-    other = {"dispatch": (described, ("x", "topk"))}
+    fits = {"dispatch": AdaptedCall(described, ("x", "handle"))}
+    other = {"dispatch": AdaptedCall(described, ("x", "topk"))}
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(place))
         for module in ("a_package", "a_package.buffer"):
