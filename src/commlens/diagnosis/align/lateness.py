@@ -4,7 +4,8 @@ Of the collectives 1 to 500 of a group, rank 3 came last to 320, for which the o
 in all: from the moment when the second to last had come.
 
 Arrival counts, not duration: a collective makes the ranks that wait look slow. Hosts' clocks
-differ; since all ranks leave a collective together, the times at which they leave show by how much.
+differ; since all ranks leave a collective together, the times at which they leave show by how much,
+but for the recorder's delay. So a rank that is always late by less than that delay is not found.
 """
 
 from __future__ import annotations
@@ -62,34 +63,36 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
         left.append(ops.columns.dump.completed_ns[rows])
     arrived, gone = np.array(came), np.array(left)
     known = (arrived > 0).all(axis=0) & (gone > 0).all(axis=0)
-    if int(known.sum()) < _MIN_COLLECTIVES:
-        return []
-    arrived = _corrected(arrived[:, known], gone[:, known])
     numbers = np.flatnonzero(known) + first
-    order = np.sort(arrived, axis=0)
-    late: Integers = order[-1] - order[-2]  # the last one after the second to last
-    last_row = arrived.argmax(axis=0)
+    if len(numbers) < _MIN_COLLECTIVES:
+        return []
+    # A constant difference between arrivals is lateness, or an error of the recorder: it notices
+    # all completions of a rank late. Count the time by which a rank is late in both cases.
+    by_clocks = arrived[:, known] - _usual(gone[:, known])
+    usual = _usual(by_clocks)
+    corrected = by_clocks - np.where(np.abs(usual) < _WATCHDOG_DELAY_NS, usual, 0)
+    late = np.minimum(_behind_others(by_clocks), _behind_others(corrected))
     found = []
-    for row, rank in enumerate(ranks):
-        mine = (last_row == row) & (late > _LATE_NS)
-        if mine.any():
-            worst = int(numbers[mine][late[mine].argmax()])
-            found.append(
-                Lateness(key, rank, int(mine.sum()), len(numbers), int(late[mine].sum()), worst)
-            )
+    for rank, mine in zip(ranks, late, strict=True):
+        times = mine > _LATE_NS
+        if times.any():
+            worst = int(numbers[mine.argmax()])
+            lost = int(mine[times].sum())
+            found.append(Lateness(key, rank, int(times.sum()), len(numbers), lost, worst))
     return found
 
 
-def _corrected(arrived: Integers, gone: Integers) -> Integers:
-    """Correct the arrivals for clock offsets: the median difference between the ranks' times of
-    leaving.
+def _usual(moments: Integers) -> Integers:
+    """Return by how much each rank (a row) is usually after the middle rank: of two, the first."""
+    middle = np.quantile(moments, 0.5, axis=0, method="lower")
+    usual: Integers = np.median(moments - middle, axis=1, keepdims=True).astype("int64")
+    return usual
 
-    A constant difference that remains, and is within the recorder's delay, is an error of the
-    recorder.
+
+def _behind_others(arrived: Integers) -> Integers:
+    """Return how long after all others each rank came to each collective; 0 or less if it was not
+    the last.
     """
-    offset = np.median(gone - np.median(gone, axis=0), axis=1)
-    corrected = arrived - offset.astype("int64")[:, None]
-    usual = np.median(corrected - np.median(corrected, axis=0), axis=1)
-    usual = np.where(np.abs(usual) < _WATCHDOG_DELAY_NS, usual, 0)
-    result: Integers = corrected - usual.astype("int64")[:, None]
-    return result
+    *_, second, last = np.sort(arrived, axis=0)
+    behind: Integers = arrived - np.where(arrived == last, second, last)
+    return behind

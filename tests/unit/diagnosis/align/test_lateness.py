@@ -1,4 +1,4 @@
-"""Ranks that were only late when the others ended."""
+"""Ranks that come late to collectives, and ranks that were only late when the others ended."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 from builders import Job, S, Stay, all_reduce, at, training
+from flight_recorder_dumps import columns_from_table, dump, entry
 from judging import blame, judge
 
+from commlens.diagnosis.align.lateness import lateness
+from commlens.diagnosis.index.columns import reduce_all
+from commlens.diagnosis.index.dump_index import index_dumps
 from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation
 
 SLEEP = Stay(57, "load_batch")
+MS = 1_000_000
+BEGAN_NS = 1_700_000_000_000_000_000
 
 
 @pytest.mark.parametrize(("waited_s", "culprits"), [(2, [1]), (30, [2])])
@@ -57,3 +63,45 @@ def test_stuck_until_the_timeout_then_ended_by_the_launcher() -> None:
             log.exception = last.error
             log.observation = Observation(End.FAILED, 1, ended_ns=job.now + 25_000_000_000)
     assert blame(judge(logs)) == ("missing", "data-loading", [2], "train.py:57")
+
+
+def arrivals(*lateness_ms: int) -> dict[int, list[int]]:
+    """Return the arrivals of two ranks, rank 1 so late to each collective, in ms after it begins."""
+    return {0: [0] * len(lateness_ms), 1: [*lateness_ms]}
+
+
+@pytest.mark.parametrize(
+    ("arrivals_ms", "late"),
+    [
+        (arrivals(*[60, 0, 0] * 8), {1: 8 * 60}),
+        (arrivals(*[60, 60, 0] * 8), {}),  # or rank 0 is late to each third one, by another clock
+        (arrivals(*[60] * 24), {}),
+        (arrivals(*[150] * 24), {1: 24 * 150}),
+        (arrivals(*[150, 0, 0] * 8), {1: 8 * 150}),
+        ({**arrivals(*[60, 60, 0] * 8), 2: [0] * 24}, {}),
+        ({**arrivals(*[150] * 24), 2: [0] * 24}, {1: 24 * 150}),
+    ],
+)
+@pytest.mark.parametrize("clock_ms", [0, 50, -7_000])
+def test_a_rank_is_late_only_if_no_error_of_the_recorder_can_be_the_reason(
+    arrivals_ms: dict[int, list[int]], late: dict[int, int], clock_ms: int
+) -> None:
+    """A recorder may notice all completions of a rank up to 100 ms late."""
+    dumps = []
+    for rank, came_ms in arrivals_ms.items():
+        entries = []
+        for number, after_ms in enumerate(came_ms):
+            began_ms = number * 500 + (clock_ms if rank == 1 else 0)
+            entries.append(
+                entry(
+                    number,
+                    time_created_ns=BEGAN_NS + (began_ms + after_ms) * MS,
+                    time_discovered_completed_ns=BEGAN_NS + (began_ms + 200) * MS,
+                )
+            )
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*arrivals_ms])}}
+        rows = columns_from_table(dump(entries, pg_config=config))
+        rows.rank = rank
+        dumps.append(rows)
+    found = lateness(index_dumps(reduce_all(dumps), 60.0))
+    assert {one.rank: one.lost_ns // MS for one in found} == late
