@@ -63,7 +63,7 @@ NOT_YET = {
     """,
     "integration/test_trace_attribution.py": """
         tracing/attribution/causes
-        tracing/attribution/module_calls tracing/attribution/modules
+        tracing/attribution/module_calls
         tracing/attribution/op_names tracing/attribution/owners
          tracing/attribution/pipelines
         tracing/attribution/recomputations tracing/attribution/stacks

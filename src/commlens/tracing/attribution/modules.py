@@ -187,9 +187,9 @@ class ModuleTracker:
                 "commlens: could not follow a module call: %s: %s", type(error).__name__, error
             )
 
-    def pass_begins(self, node: Any) -> None:
+    def pass_begins(self, node: Any) -> bool:
         """Note that the running node begins a backward pass of its own, as that of reentrant
-        checkpointing does after it has recomputed a forward.
+        checkpointing does after it has recomputed a forward. Return whether it is noted.
         """
         try:
             thread = self._thread
@@ -202,9 +202,11 @@ class ModuleTracker:
             thread.nested.append((number, call))
         except Exception as error:
             self._fail(error)
+            return False
+        return True
 
     def pass_ended(self) -> None:
-        """Note the end of that pass, normal or by an exception."""
+        """Note the end of the pass that was noted last, normal or by an exception."""
         if self._thread.nested:
             self._thread.nested.pop()
 
@@ -439,9 +441,7 @@ def _followed_pass(original: Any) -> Any:
         node = current_node()
         if node is None or is_compiling():
             return original(*args, **kwargs)
-        trackers = _passes.users
-        for tracker in trackers:
-            tracker.pass_begins(node)
+        trackers = [tracker for tracker in _passes.users if tracker.pass_begins(node)]
         try:
             return original(*args, **kwargs)
         finally:
