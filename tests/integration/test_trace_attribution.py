@@ -1596,6 +1596,7 @@ def test_only_a_collective_that_is_not_recorded_is_lost(
                 patched.setattr(tracer.modules, "step_ended", fail)
             model(batch()).sum().backward()
             optimizer.step()
+    assert all(0 < event.started_ns <= event.returned_ns for event in trace.events)
     lost = 2 if fails == "record" else 0
     assert trace.coverage.dispatched - trace.coverage.recorded == lost
     assert trace.coverage.blind == (["2 of 3 collectives could not be recorded."] if lost else [])
@@ -1640,6 +1641,16 @@ def test_waits(gloo: None) -> None:
     assert alone.returned_ns > 0
     assert (alone.wait_began_ns, alone.wait_ended_ns) == (0, 0)
     assert waited.asynchronous is not False
+
+
+def test_a_wait_is_not_that_of_a_refused_collective_with_the_same_output(gloo: None) -> None:
+    output = torch.ones(4)
+    with commlens.trace() as trace:
+        with pytest.raises(RuntimeError, match="root"):
+            torch.ops._c10d_functional.broadcast_(output, 5, dist.group.WORLD.group_name)
+        functional.wait_tensor(output)
+    (refused,) = trace.events
+    assert refused.returned_ns and not refused.wait_began_ns
 
 
 def test_groups_and_mesh_dimensions(fake: None) -> None:

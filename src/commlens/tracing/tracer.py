@@ -259,7 +259,7 @@ class Tracer(tap.WaitSubscriber):
             # before torch 2.10 the dispatcher's object cannot be read
             noted = noted_reduce_ops.get(threading.get_native_id()) if noted_reduce_ops else None
             reduce_op = noted or arguments[spec.reduce_op]
-        event = self._record(spec.name, args, reduce_op, frame)
+        event = self._event(spec.name, args, reduce_op, frame)
         if args.synchronous:
             self._synchronous[threading.get_ident()] = event
         elif event.info.may_be_functional and not self.preview:
@@ -273,13 +273,13 @@ class Tracer(tap.WaitSubscriber):
         # on a device, and in a preview, the reducer's wait returns at once
         if is_bucket and not args.channel.runs_ahead and not self.preview:
             self._backward_waits.issued(event, self.modules.outermost_pass())
-        event.started_ns = _now()
+        self._add(event)
         return event
 
-    def _record(
+    def _event(
         self, op: str, args: InternedArgs, reduce_op: Any, frame: FrameType | None
     ) -> RawEvent:
-        """Add the event of a collective that ``frame`` issues; None: C++ does, without Python."""
+        """Describe a collective that ``frame`` issues; None: C++ does, without Python."""
         event = RawEvent()
         event.args = args
         event.reduce_op = reduce_op
@@ -290,18 +290,27 @@ class Tracer(tap.WaitSubscriber):
         event.thread = self._threads.get(thread, -1)
         if event.thread < 0:
             event.thread = self._threads.setdefault(thread, len(self._threads))
-        if not self._setup.is_over and event.phase is not Phase.OUTSIDE:
-            self._setup_ended()
-        event.sequence = self._sequence()
         event.step = self.steps
         event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
-        self.events.append(event)
-        for listener in self.on_collective:
-            listener(event)
+        return event
+
+    def _add(self, event: RawEvent) -> None:
+        """Add an event whose collective begins now. Nothing that fails may follow: an event in the
+        trace is one whose end is recorded, too.
+        """
+        if not self._setup.is_over and event.phase is not Phase.OUTSIDE:
+            self._setup_ended()
         if self._rank_and_size is None:
             # now, because the program may destroy its group before it reads the trace
             self._rank_and_size = rank_and_world()
-        return event
+        event.sequence = self._sequence()
+        self.events.append(event)
+        try:
+            for listener in self.on_collective:
+                listener(event)
+        except Exception as error:
+            self._fail(error)
+        event.started_ns = _now()
 
     def _on_fake_tensors(
         self, op: str, describing: fake_tensors.Describe, frame: FrameType | None
@@ -312,8 +321,9 @@ class Tracer(tap.WaitSubscriber):
         self.dispatched += 1
         try:
             args, reduce_op = describing(self._groups)
-            event = self._record(op, args, reduce_op_text(reduce_op), frame)
-            event.started_ns = event.returned_ns = _now()
+            event = self._event(op, args, reduce_op_text(reduce_op), frame)
+            self._add(event)
+            event.returned_ns = event.started_ns
         except Exception as error:
             self._fail(error)
 
@@ -413,6 +423,10 @@ class Tracer(tap.WaitSubscriber):
         if event is not None:
             event.returned_ns = _now()
             self._synchronous.pop(threading.get_ident(), None)
+            # another tensor may get the address of an output, and its wait is not this event's
+            for pointer, other in list(self._pointers.items()):
+                if other is event:
+                    self._pointers.pop(pointer, None)
 
     # --- waits, reported by the hooks
 
