@@ -9,7 +9,6 @@ import contextlib
 import csv
 import io
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ from commlens.health.sources import (
     folders,
     normal_address,
     number,
+    output_of,
     pci_address,
     word,
 )
@@ -231,17 +231,7 @@ class _Smi:
         return self._query(f"--query-gpu={','.join(fields)}")
 
     def _query(self, what: str) -> str:
-        try:
-            done = subprocess.run(
-                [self._program, what, "--format=csv"],
-                capture_output=True,
-                timeout=SMI_TIMEOUT_S,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+        return output_of([self._program, what, "--format=csv"], SMI_TIMEOUT_S)
 
 
 def _smi() -> _Smi:

@@ -11,14 +11,13 @@ import os
 import re
 import shutil
 import stat
-import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from commlens.health.sources import ROOT, UnreadableError, normal_address
+from commlens.health.sources import ROOT, UnreadableError, normal_address, output_of
 from commlens.model.health import Fault, HealthEvent, What
 from commlens.model.xids import xid
 from commlens.text import clean
@@ -40,156 +39,130 @@ _RECORD_MAX: Final = 8192  # bytes of a record of /dev/kmsg
 _DAY_S: Final = 86400.0
 
 
-class KernelEvent(NamedTuple):
-    """The event that a line reports, without its time."""
-
-    what: What
-    fault: Fault
-    part: str
-    number: int = 0
-    pid: int = 0
-    name: str = ""
-
-
-def _xid(match: re.Match[str]) -> KernelEvent:
-    number = int(match["number"])
-    address = normal_address(match["pci"])
-    return KernelEvent("xid", xid(number).fault, address, number, int(match["pid"] or 0))
-
-
-def _killed(match: re.Match[str]) -> KernelEvent:
-    return KernelEvent(
-        "oom-kill", "host-memory", "memory", pid=int(match["pid"]), name=match["name"]
-    )
-
-
-def _hung(match: re.Match[str]) -> KernelEvent:
-    return KernelEvent("hung-task", "storage", "disk", pid=int(match["pid"]), name=match["name"])
-
-
-def _at(what: What, fault: Fault, part: str = "") -> Callable[[re.Match[str]], KernelEvent]:
-    """Return a function that makes this event of the part in the line, else of ``part``."""
-
-    def found(match: re.Match[str]) -> KernelEvent:
-        named = match.groupdict()
-        if pci := named.get("pci"):
-            return KernelEvent(what, fault, normal_address(pci))
-        return KernelEvent(what, fault, named.get("part") or part)
-
-    return found
-
-
 _PCI: Final = r"(?P<pci>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])"
-_LINE: Final = r"(?:NIC )?Link (?:is )?"
-_PATTERNS: Final[list[tuple[re.Pattern[str], Callable[[re.Match[str]], KernelEvent]]]] = [
-    (re.compile(pattern), found)
-    for pattern, found in (
-        (
-            (
-                r"NVRM: Xid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): (?P<number>\d{1,4})"
-                r"(?:, pid='?(?P<pid>\d+))?"
-            ),
-            _xid,
-        ),
-        (
-            r"SXid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): \d+, Fatal",
-            _at("nvswitch-error", "gpu-fault"),
-        ),
-        (rf"NVRM: GPU {_PCI}: GPU has fallen off the bus", _at("gpu-gone", "gpu-fault")),
-        (rf"amdgpu {_PCI}.*GPU reset begin", _at("gpu-reset", "gpu-fault")),
-        (
-            rf"amdgpu {_PCI}.*uncorrectable hardware errors",
-            _at("ecc-uncorrected", "gpu-memory"),
-        ),
-        (
-            rf"{_PCI}: PCIe Bus Error: severity=Correct",
-            _at("pcie-error-corrected", "pcie"),
-        ),
-        (rf"{_PCI}: PCIe Bus Error: severity=Uncorrect", _at("pcie-error", "pcie")),
-        (
-            rf"AER: (?:Multiple )?Uncorrect\w+ \(\S+\) error.*{_PCI}",
-            _at("pcie-error", "pcie"),
-        ),
-        (r"EDAC \S+: \d+ UE ", _at("memory-error", "host-memory", "memory")),
-        (r"EDAC \S+: \d+ CE ", _at("memory-error-corrected", "host-memory", "memory")),
-        (
-            r"\[Hardware Error\]: .*Machine Check",
-            _at("machine-check", "host-memory", "cpu"),
-        ),
-        (r"Out of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)", _killed),
-        (
-            r"Memory cgroup out of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)",
-            _killed,
-        ),
-        (rf"mlx5_core {_PCI} \S+: Link down", _at("link-down", "network-down")),
-        (rf"mlx5_core {_PCI} \S+: Link up", _at("link-up", "network-down")),
-        (
-            rf"mlx5_core {_PCI}: Port module event.*(?:[Uu]nplugged|[Ee]rror)",
-            _at("adapter-error", "network-errors"),
-        ),
-        (
-            (
-                rf"mlx5_core {_PCI}.*(?:health compromised|health poll failed|Fatal error"
-                r"|[Ii]nternal error|leak of a command resource|[Hh]igh [Tt]emperature)"
-            ),
-            _at("adapter-error", "network-errors"),
-        ),
-        (
-            r"(?P<part>[A-Za-z][\w.-]{1,14}):? " + _LINE + r"(?:Down|down)\b",
-            _at("link-down", "network-down"),
-        ),
-        (
-            r"(?P<part>[A-Za-z][\w.-]{1,14}):? " + _LINE + r"(?:Up|up)\b",
-            _at("link-up", "network-down"),
-        ),
-        (
-            r"link status definitely down for interface (?P<part>[\w.-]+)",
-            _at("link-down", "network-down"),
-        ),
-        (
-            r"NETDEV WATCHDOG: (?P<part>[\w.-]+).*timed out",
-            _at("adapter-error", "network-errors"),
-        ),
-        (
-            r"nfs: server (?P<part>\S+) not responding",
-            _at("nfs-silent", "storage"),
-        ),
-        (r"nfs: server (?P<part>\S+) OK", _at("nfs-back", "storage")),
-        (
-            r"Connection to (?P<part>\S+) .*was lost; in progress operations",
-            _at("nfs-silent", "storage"),
-        ),
-        (r"Lustre: .*Connection restored to (?P<part>\S+)", _at("nfs-back", "storage")),
-        (
-            (
-                r"INFO: task (?P<name>[^:\n]{1,40}):(?P<pid>\d+) blocked for more than \d+"
-                r" seconds"
-            ),
-            _hung,
-        ),
-        (
-            r"I/O error, dev (?P<part>[\w-]+)|nvme \w+: I/O .*timeout",
-            _at("io-error", "storage", "disk"),
-        ),
-        (
-            (
-                r"EXT4-fs error|XFS \(\S+\): .*(?:I/O error|[Cc]orruption)"
-                r"|Remounting filesystem read-only"
-            ),
-            _at("io-error", "storage", "disk"),
-        ),
-        (r"ceph: (?P<part>mds\d+) hung", _at("nfs-silent", "storage")),
-        (r"ceph: (?P<part>mds\d+) (?:came back|recovery completed)", _at("nfs-back", "storage")),
-        (
-            r"(?:Core|Package) temperature.*above threshold",
-            _at("cpu-throttled", "thermal", "cpu"),
-        ),
-    )
-]
+_Row = tuple[str, What, Fault, str]
+"""A pattern of a line, the event that the line reports, and its part where the line names none. Of
+the pattern's groups, ``pci`` and ``part`` are the part.
+"""
+
+_ROWS: Final[tuple[_Row, ...]] = (
+    (
+        r"NVRM: Xid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): (?P<xid>\d{1,4})"
+        r"(?:, pid='?(?P<pid>\d+))?",
+        "xid",
+        "gpu-fault",
+        "",
+    ),
+    (
+        r"SXid \((?P<pci>(?:PCI:)?[0-9a-fA-F:.]+)\): \d+, Fatal",
+        "nvswitch-error",
+        "gpu-fault",
+        "",
+    ),
+    (rf"NVRM: GPU {_PCI}: GPU has fallen off the bus", "gpu-gone", "gpu-fault", ""),
+    (rf"amdgpu {_PCI}.*GPU reset begin", "gpu-reset", "gpu-fault", ""),
+    (rf"amdgpu {_PCI}.*uncorrectable hardware errors", "ecc-uncorrected", "gpu-memory", ""),
+    (rf"{_PCI}: PCIe Bus Error: severity=Correct", "pcie-error-corrected", "pcie", ""),
+    (rf"{_PCI}: PCIe Bus Error: severity=Uncorrect", "pcie-error", "pcie", ""),
+    (rf"AER: (?:Multiple )?Uncorrect\w+ \(\S+\) error.*{_PCI}", "pcie-error", "pcie", ""),
+    (r"EDAC \S+: \d+ UE ", "memory-error", "host-memory", "memory"),
+    (r"EDAC \S+: \d+ CE ", "memory-error-corrected", "host-memory", "memory"),
+    # Without an exception, the line tells of an error that was found later: most were corrected.
+    # Of the bank's status, bit 61 tells that this one was not (x86's manuals, MCi_STATUS.UC).
+    (
+        r"\[Hardware Error\]: .*Machine Check(?: Exception|: \w+ Bank \d+: [2367abef])",
+        "machine-check",
+        "host-memory",
+        "cpu",
+    ),
+    (
+        r"[Oo]ut of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]*)\)",
+        "oom-kill",
+        "host-memory",
+        "memory",
+    ),
+    (rf"mlx5_core {_PCI} \S+: Link down", "link-down", "network-down", ""),
+    (rf"mlx5_core {_PCI} \S+: Link up", "link-up", "network-down", ""),
+    (
+        rf"mlx5_core {_PCI}: Port module event.*(?:[Uu]nplugged|[Ee]rror)",
+        "adapter-error",
+        "network-errors",
+        "",
+    ),
+    (
+        rf"mlx5_core {_PCI}.*(?:health compromised|health poll failed|Fatal error"
+        r"|[Ii]nternal error|leak of a command resource|[Hh]igh [Tt]emperature)",
+        "adapter-error",
+        "network-errors",
+        "",
+    ),
+    (
+        r"(?P<part>[A-Za-z][\w.-]{1,14}):? (?:NIC )?Link (?:is )?(?:Down|down)\b",
+        "link-down",
+        "network-down",
+        "",
+    ),
+    (
+        r"(?P<part>[A-Za-z][\w.-]{1,14}):? (?:NIC )?Link (?:is )?(?:Up|up)\b",
+        "link-up",
+        "network-down",
+        "",
+    ),
+    (
+        r"link status definitely down for interface (?P<part>[\w.-]+)",
+        "link-down",
+        "network-down",
+        "",
+    ),
+    (
+        r"NETDEV WATCHDOG: (?P<part>[\w.-]+).*timed out",
+        "adapter-error",
+        "network-errors",
+        "",
+    ),
+    (r"nfs: server (?P<part>\S+) not responding", "nfs-silent", "storage", ""),
+    (r"nfs: server (?P<part>\S+) OK", "nfs-back", "storage", ""),
+    (
+        r"Connection to (?P<part>\S+) .*was lost; in progress operations",
+        "nfs-silent",
+        "storage",
+        "",
+    ),
+    (r"Lustre: .*Connection restored to (?P<part>\S+)", "nfs-back", "storage", ""),
+    (
+        r"INFO: task (?P<name>[^:\n]{1,40}):(?P<pid>\d+) blocked for more than \d+ seconds",
+        "hung-task",
+        "storage",
+        "disk",
+    ),
+    (
+        r"I/O error, dev (?P<part>[\w-]+)|nvme \w+: I/O .*timeout",
+        "io-error",
+        "storage",
+        "disk",
+    ),
+    (
+        r"EXT4-fs error|XFS \(\S+\): .*(?:I/O error|[Cc]orruption)"
+        r"|Remounting filesystem read-only",
+        "io-error",
+        "storage",
+        "disk",
+    ),
+    # from Linux 6.8 on, the file system and the client stand before it
+    (r"ceph: (?:\[\S+ \d+\]: )?(?P<part>mds\d+) hung", "nfs-silent", "storage", ""),
+    (
+        r"ceph: (?:\[\S+ \d+\]: )?(?P<part>mds\d+) (?:came back|recovery completed)",
+        "nfs-back",
+        "storage",
+        "",
+    ),
+    (r"(?:Core|Package) temperature.*above threshold", "cpu-throttled", "thermal", "cpu"),
+)
+_PATTERNS: Final = [(re.compile(row[0]), *row[1:]) for row in _ROWS]
 _ANY: Final = re.compile(
     r"Xid|fallen off|amdgpu|PCIe Bus Error|AER:|EDAC|Hardware Error|Killed process|mlx5_core"
     r"|[Ll]ink (?:is )?(?:[Dd]own|[Uu]p)|definitely down|NETDEV WATCHDOG|nfs: server|Lustre"
-    r"|was lost; in progress|blocked for more|I/O|temperature|EXT4-fs|XFS|read-only|ceph: mds"
+    r"|was lost; in progress|blocked for more|I/O|temperature|EXT4-fs|XFS|read-only|ceph: "
 )
 """Every line that one of the patterns matches matches this one, which is quicker."""
 
@@ -199,17 +172,19 @@ def event_of(text: str, at_ns: int) -> HealthEvent | None:
     text = clean(text)
     if not _ANY.search(text):
         return None
-    for pattern, found_of in _PATTERNS:
+    for pattern, what, fault, part in _PATTERNS:
         if match := pattern.search(text):
-            found = found_of(match)
+            named = match.groupdict()
+            number = int(named.get("xid") or 0)
+            pci = named.get("pci")
             return HealthEvent(
-                what=found.what,
-                fault=found.fault,
-                part=found.part,
+                what=what,
+                fault=xid(number).fault if number else fault,
+                part=normal_address(pci) if pci else named.get("part") or part,
                 at_ns=at_ns,
-                number=found.number,
-                pid=found.pid,
-                name=found.name[:40],
+                number=number,
+                pid=int(named.get("pid") or 0),
+                name=(named.get("name") or "")[:40],
             )
     return None
 
@@ -406,10 +381,4 @@ class KernelLog:
 
 def _journal_lines(program: str, since: str, *more: str) -> list[str]:
     command = [program, "-k", "-q", "-o", "short-unix", "--no-pager", "--since", since, *more]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=_JOURNAL_S, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout[-READ_MAX:].decode("utf-8", "replace").splitlines()
+    return output_of(command, _JOURNAL_S)[-READ_MAX:].splitlines()

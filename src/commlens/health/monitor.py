@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,13 +26,14 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.health import places, ras
-from commlens.health.changes import Look, Sources, changes, clock_step, is_down, shifted
+from commlens.health.changes import Look, changes, clock_step, is_down, shifted
 from commlens.health.gpus import Gpus
 from commlens.health.host import has_pressure, read_host, read_nfs
 from commlens.health.kernel_log import KernelLog
 from commlens.health.network import read_infiniband, read_interfaces, read_tcp
 from commlens.health.sources import ROOT, UnreadableError
 from commlens.health.topology import NodeLayout, find_layout, read_inventory
+from commlens.model.grouping import grouped
 from commlens.model.health import HealthEvent, NodeHealth, NotRead, RasReport, Values
 from commlens.model.topology import Inventory
 
@@ -67,51 +68,50 @@ class NodeRecord:
     def __init__(self, host: str, *, past: bool = False) -> None:
         self._host = host
         self._past = past
-        self._first: Look | None = None
-        self._last: Look | None = None
+        self._first = Look(0, {})
+        self.last = Look(0, {})  # not taken yet
         self._events: deque[HealthEvent] = deque(maxlen=EVENTS_MAX)
         self.faults: Counter[str] = Counter()  # how many changes of each fault there were
-
-    @property
-    def values(self) -> Sources:
-        """The values of the last look."""
-        return self._last.values if self._last is not None else {}
-
-    @property
-    def taken_ns(self) -> int:
-        """When the last look was taken, Unix ns; 0: there was none."""
-        return self._last.taken_ns if self._last is not None else 0
 
     def add(self, look: Look, logged: Sequence[HealthEvent]) -> None:
         """Add a look, and the events that the kernel has logged since the look before.
 
         A source that was not read has not changed, as far as is known.
         """
-        step_ns = self._follow_clock(look)
-        first, last = self._first or look, self._last or look
-        logged = [_placed(event, step_ns, last.taken_ns, look.taken_ns) for event in logged]
-        found = [*changes(first, last, look), *_set_clock(step_ns, last, look), *logged]
-        self._first = first
+        if not self.last.taken_ns:
+            self._first = self.last = look
+        step_ns = clock_step(self.last, look)
+        self._follow_clock(step_ns)
+        last = self.last
+        found = changes(self._first, last, look)
+        if step_ns:
+            found.append(
+                HealthEvent(
+                    what="clock-step",
+                    fault="clock",
+                    part="clock",
+                    at_ns=look.taken_ns,
+                    since_ns=last.taken_ns,
+                    after=step_ns / 1e9,
+                )
+            )
+        found += [_placed(event, step_ns, last.taken_ns, look.taken_ns) for event in logged]
         clock_ns = look.clock_ns or last.clock_ns
-        self._last = Look(look.taken_ns, {**last.values, **look.values}, clock_ns)
+        self.last = Look(look.taken_ns, {**last.values, **look.values}, clock_ns)
         # replaced, not changed: the watcher's thread may be reading the old ones
         self._events = deque([*self._events, *found], maxlen=EVENTS_MAX)
         self.faults = self.faults + Counter(
             event.fault for event in found if event.what not in _ENDS.values()
         )
 
-    def _follow_clock(self, look: Look) -> int:
-        """Set all earlier times to the clock of a look, as those of the ranks' records are. Return
-        by how much the clock was set forward, in ns.
-        """
-        step_ns = clock_step(self._last, look) if self._last is not None else 0
-        if step_ns and self._first is not None and self._last is not None:
+    def _follow_clock(self, step_ns: int) -> None:
+        """Set all earlier times to the present clock, as those of the ranks' records are."""
+        if step_ns:
             self._first = self._first._replace(taken_ns=self._first.taken_ns + step_ns)
-            self._last = self._last._replace(taken_ns=self._last.taken_ns + step_ns)
+            self.last = self.last._replace(taken_ns=self.last.taken_ns + step_ns)
             self._events = deque(
                 (shifted(event, step_ns) for event in self._events), maxlen=EVENTS_MAX
             )
-        return step_ns
 
     def health(
         self,
@@ -121,8 +121,8 @@ class NodeRecord:
         ras_report: RasReport | None = None,
     ) -> NodeHealth:
         """Return all of it, with the places of the ranks."""
-        first, last = self._first, self._last
-        if first is None or last is None:
+        first, last = self._first, self.last
+        if not last.taken_ns:
             return NodeHealth(self._host, not_read=list(not_read), ras=ras_report)
         environment = next((rank.environment for rank in ranks if rank.environment), {})
         events = tidy(list(self._events), first, last)
@@ -298,7 +298,7 @@ class Monitor:
     @property
     def values(self) -> Mapping[str, Values]:
         """The values of the last look, by source."""
-        return self._record.values
+        return self._record.last.values
 
     def report(
         self, ranks: Sequence[places.RankOfNode], *, wait_s: float = LOOK_WAIT_S
@@ -309,7 +309,7 @@ class Monitor:
             ranks: of this node.
             wait_s: how long to wait for both.
         """
-        if abs(time.time_ns() - self._record.taken_ns) > FRESH_S * 1e9:
+        if abs(time.time_ns() - self._record.last.taken_ns) > FRESH_S * 1e9:
             self.look_now()
         with self._looked:
             asked = self._asked
@@ -346,7 +346,7 @@ class Monitor:
                 asked = self._asked
                 thorough = asked > self._looks
                 if thorough or time.monotonic() >= due:
-                    self._look(thorough=thorough or not self._record.taken_ns)
+                    self._look(thorough=thorough or not self._record.last.taken_ns)
                     due = time.monotonic() + EVERY_S
                 self._find_layout()
                 with self._looked:
@@ -387,7 +387,7 @@ class Monitor:
             except CommandError as error:
                 log.warning("commlens: %s", error)
         self._layout = find_layout(
-            self._root, self._host, environment, self._record.values, inventory
+            self._root, self._host, environment, self._record.last.values, inventory
         )
 
     def _ask_ras(self) -> None:
@@ -397,19 +397,6 @@ class Monitor:
             with self._looked:
                 self._ras_environment = None
                 self._looked.notify_all()
-
-
-def _set_clock(step_ns: int, last: Look, look: Look) -> Iterator[HealthEvent]:
-    """Yield that the clock was set, if it was."""
-    if step_ns:
-        yield HealthEvent(
-            what="clock-step",
-            fault="clock",
-            part="clock",
-            at_ns=look.taken_ns,
-            since_ns=last.taken_ns,
-            after=step_ns / 1e9,
-        )
 
 
 def _placed(event: HealthEvent, step_ns: int, since_ns: int, until_ns: int) -> HealthEvent:
@@ -445,11 +432,13 @@ def tidy(events: list[HealthEvent], first: Look, last: Look) -> list[HealthEvent
         part = names.get(event.part, event.part)
         named.append(msgspec.structs.replace(event, part=other_names.get(part, part)))
     named.sort(key=lambda event: (event.at_ns, event.what, event.part))
-    exact = {(event.what, event.part): event.at_ns for event in named if not event.since_ns}
+    logged = grouped(
+        ((event.what, event.part), event.at_ns) for event in named if not event.since_ns
+    )
     kept: dict[tuple[str, str, int, int], HealthEvent] = {}
     for event in named:
-        at_ns = exact.get((event.what, event.part), 0)
-        if event.since_ns and event.since_ns <= at_ns <= event.at_ns:
+        exact = logged.get((event.what, event.part), ())
+        if event.since_ns and any(event.since_ns <= at_ns <= event.at_ns for at_ns in exact):
             continue  # the kernel's log has the same event
         second = event.at_ns // 1_000_000_000
         key = (event.what, event.part, event.number, second)

@@ -77,20 +77,15 @@ def read_interfaces(root: Path) -> Values:
 
 def read_tcp(root: Path) -> Values:
     """Return the node's counters of TCP segments sent, and sent again."""
-    names: list[str] = []
-    for line in word(root / "proc/net/snmp").splitlines():
-        head, *fields = line.split()
-        if head == "Tcp:" and names:
-            counts = dict(zip(names, fields, strict=False))
-            found: dict[str, Value] = {
-                ours: float(counts[theirs])
-                for theirs, ours in _SNMP.items()
-                if counts.get(theirs, "").isdecimal()
-            }
-            return {"tcp": found} if found else {}
-        if head == "Tcp:":
-            names = fields
-    return {}
+    lines = word(root / "proc/net/snmp").splitlines()
+    names_and_counts = [line.split() for line in lines if line.startswith("Tcp:")][:2]
+    counts = dict(zip(*names_and_counts, strict=False)) if len(names_and_counts) == 2 else {}
+    found: dict[str, Value] = {
+        ours: float(counts[theirs])
+        for theirs, ours in _SNMP.items()
+        if counts.get(theirs, "").isdecimal()
+    }
+    return {"tcp": found} if found else {}
 
 
 def _numbers(folder: Path, names: tuple[str, ...]) -> dict[str, Value]:

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -27,7 +27,6 @@ _PROTOCOL: Final = 2
 _NCCL_WAITS_S: Final = 2  # for the job's other processes; beyond it, it answers without them
 _ANSWER_S: Final = 8.0  # for the whole answer; NCCL adds some seconds to its own limit
 _CONNECT_S: Final = 1.0
-_LATE: Final = f"it did not answer within {_ANSWER_S:.0f} s"
 _ANSWER_MAX: Final = 64 << 20  # bytes; JSON takes about 600 for each rank of a communicator
 
 
@@ -50,17 +49,15 @@ def ask(environment: Mapping[str, str] = os.environ, *, elsewhere: bool = False)
     """
     taken_ns = time.time_ns()
     host, port = address(environment)
-    if not (elsewhere or _is_loopback(host)):
-        return RasReport(
-            answered=False, taken_ns=taken_ns, problem=f"{host} is not on the loopback interface"
-        )
     try:
+        if not (elsewhere or _is_loopback(host)):
+            raise _SilentError(f"{host} is not on the loopback interface")
         with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
             report = _converse(connection)
-    except TimeoutError:
-        return RasReport(answered=False, taken_ns=taken_ns, problem=_LATE)
     except (OSError, _SilentError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        if isinstance(error, TimeoutError):
+            reason = f"it did not answer within {_ANSWER_S:.0f} s"
         return RasReport(answered=False, taken_ns=taken_ns, problem=reason)
     return msgspec.structs.replace(report, taken_ns=taken_ns)
 
@@ -73,8 +70,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _converse(connection: socket.socket) -> RasReport:
-    until = time.monotonic() + _ANSWER_S
-    lines = _Lines(connection, until)
+    lines = _Lines(connection)
     lines.send(f"CLIENT PROTOCOL {_PROTOCOL}")
     if not lines.read_line().startswith("SERVER PROTOCOL "):
         raise _SilentError("what listens there is not NCCL's RAS service")
@@ -89,11 +85,11 @@ def _converse(connection: socket.socket) -> RasReport:
 
 
 class _Lines:
-    """The lines of a connection, until a moment."""
+    """The lines of a connection, until the time for the whole answer is over."""
 
-    def __init__(self, connection: socket.socket, until: float) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._until = until
+        self._until = time.monotonic() + _ANSWER_S
         self._buffer = b""
 
     def send(self, line: str) -> None:
@@ -114,7 +110,7 @@ class _Lines:
     def _receive(self) -> bool:
         left = self._until - time.monotonic()
         if left <= 0:
-            raise _SilentError(_LATE)
+            raise TimeoutError
         self._connection.settimeout(left)
         received = self._connection.recv(65536)
         self._buffer += received
@@ -211,8 +207,10 @@ def _ranks_behind(counts: Mapping[int, Mapping[str, int]]) -> tuple[str, set[int
 # --- text
 
 _VERSION: Final = re.compile(r"NCCL version (\S+)")
-_SECTION: Final = re.compile(r"#\d+-\d+ \(([0-9a-f]+)\) (MISMATCH|INCOMPLETE|ERROR)", re.MULTILINE)
-_COUNTS: Final = re.compile(r"  Communicator ranks have different (\w+) operation counts")
+_SECTION: Final = re.compile(r"#\d+-\d+ \(([0-9a-f]+)\) (MISMATCH|INCOMPLETE|ERROR)")
+_COUNTS: Final = re.compile(
+    r"^  Communicator ranks have different (\w+) operation counts", re.MULTILINE
+)
 _GROUP: Final = re.compile(
     r"  (\d+) ranks have (?:launched up to operation (\d+)|not launched any operations)"
 )
@@ -232,10 +230,11 @@ def read_text(text: str) -> RasReport:
     if version is None:
         raise _SilentError("its answer cannot be read")
     communicators: dict[str, RasCommunicator] = {}
-    for name, kind, body in _sections(text):
+    parts = _SECTION.split(text)[1:]  # of each section the name, the fault, and the lines about it
+    for name, kind, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         known = communicators.get(name, RasCommunicator(name=name))
         if kind == "INCOMPLETE":
-            silent = [_named(found) for found in map(_RANK.match, body) if found is not None]
+            silent = [_named(found) for found in map(_RANK.match, body.splitlines()) if found]
             known = msgspec.structs.replace(known, silent=silent)
         elif kind == "MISMATCH":
             op, behind = _behind_in_text(body)
@@ -244,15 +243,7 @@ def read_text(text: str) -> RasReport:
     return RasReport(answered=True, version=version[1], communicators=list(communicators.values()))
 
 
-def _sections(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield the name of each communicator, its fault, and the lines about the fault."""
-    found = list(_SECTION.finditer(text))
-    starts = [each.start() for each in found]
-    for each, end in zip(found, [*starts[1:], len(text)], strict=False):
-        yield each[1], each[2], text[each.end() : end].splitlines()
-
-
-def _behind_in_text(lines: list[str]) -> tuple[str, list[RasRank]]:
+def _behind_in_text(text: str) -> tuple[str, list[RasRank]]:
     """Return the first op in whose count ranks differ, and the ranks that launched fewer than the
     others; none if the text does not list them.
 
@@ -265,13 +256,13 @@ def _behind_in_text(lines: list[str]) -> tuple[str, list[RasRank]]:
           Rank 3 -- GPU 3 managed by process 4121 on node n07
           Rank 4 has launched up to operation 53 -- GPU 4 managed by process 4122 on node n07
     """
-    heads = [(at, found[1]) for at, line in enumerate(lines) if (found := _COUNTS.match(line))]
-    if not heads:
+    parts = _COUNTS.split(text)  # what is before the first op, and of each op its name and lines
+    if len(parts) == 1:
         return "", []
-    (first, op), (end, _) = [*heads, (len(lines), "")][:2]
+    op, lines = parts[1:3]
     count = 0
     listed: dict[int, list[RasRank]] = {}  # ranks by their count
-    for line in lines[first + 1 : end]:
+    for line in lines.splitlines():
         if group := _GROUP.match(line):
             count = int(group[2] or 0)
             listed.setdefault(count, [])

@@ -4,6 +4,8 @@ files.
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,21 @@ ROOT: Final = Path("/")
 
 class UnreadableError(Exception):
     """A source cannot be read. The message is a clause: the reason, and the remedy."""
+
+
+def output_of(command: Sequence[str], timeout_s: float) -> str:
+    """Return what a command prints; empty if it fails, or takes longer."""
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=timeout_s,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
 
 
 def number(path: Path) -> float | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -260,7 +261,8 @@ def nearest(gpus: Mapping[str, _Path], nics: Mapping[str, _Path]) -> dict[str, s
     """
     choices: dict[tuple[str, ...], list[str]] = {}
     for gpu, path in gpus.items():
-        shared = {nic: _shared(path, other) for nic, other in nics.items()}
+        # how many ancestors they have in common
+        shared = {nic: sum(takewhile(bool, map(eq, path, other))) for nic, other in nics.items()}
         most = max(shared.values(), default=0)
         if most:
             near = sorted((nic for nic, depth in shared.items() if depth == most), key=natural)
@@ -272,12 +274,3 @@ def nearest(gpus: Mapping[str, _Path], nics: Mapping[str, _Path]) -> dict[str, s
         elif len(nearby) == len(users):
             found |= dict(zip(sorted(users), nearby, strict=True))
     return found
-
-
-def _shared(one: _Path, other: _Path) -> int:
-    depth = 0
-    for ours, theirs in zip(one, other, strict=False):
-        if ours != theirs:
-            break
-        depth += 1
-    return depth

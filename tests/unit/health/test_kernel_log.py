@@ -82,6 +82,12 @@ NOON = 1_790_251_391  # 2026-09-24 12:03:11 UTC
             "cpu",
         ),
         (
+            "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5: be00000000800400",
+            "machine-check",
+            "host-memory",
+            "cpu",
+        ),
+        (
             "mlx5_core 0000:17:00.0 ens1f0np0: Link down",
             "link-down",
             "network-down",
@@ -138,6 +144,12 @@ NOON = 1_790_251_391  # 2026-09-24 12:03:11 UTC
         ("ceph: mds0 hung", "nfs-silent", "storage", "mds0"),
         ("ceph: mds0 came back", "nfs-back", "storage", "mds0"),
         (
+            "ceph: [3a6c5a1e-6f1d-4a0c-9d5e-0a1b2c3d4e5f 4127]: mds1 hung",
+            "nfs-silent",
+            "storage",
+            "mds1",
+        ),
+        (
             "blk_update_request: I/O error, dev nvme0n1, sector 2048 op 0x0:(READ)",
             "io-error",
             "storage",
@@ -186,6 +198,10 @@ def test_the_process_is_taken_from_a_message() -> None:
         "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
         "mlx5_core 0000:17:00.0: Port module event: module 0, Cable plugged",
         "EDAC MC: Ver: 3.0.0",
+        "mce: [Hardware Error]: Machine check events logged",
+        # corrected errors: of bank 7 of an Intel CPU, and of bank 17 of an AMD one
+        "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: 8c00004000010090",
+        "mce: [Hardware Error]: CPU 16: Machine Check: 0 Bank 17: dc2040000000011b",
     ],
 )
 def test_other_messages_are_left_out(line: str) -> None:

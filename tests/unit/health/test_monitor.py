@@ -202,6 +202,20 @@ def test_what_the_kernel_dates_exactly_is_told_once(tmp_path: Path) -> None:
     assert not told.over
 
 
+def test_each_of_two_failures_of_one_part_is_told_once() -> None:
+    """The kernel dates both exactly, and its counter shows each between two looks."""
+    record = NodeRecord("n0")
+    for taken_s, times_down, logged in (
+        (100, 1.0, []),
+        (160, 2.0, [event("link-down", "eth0", 130)]),
+        (220, 2.0, []),
+        (280, 3.0, [event("link-down", "eth0", 250)]),
+    ):
+        values: dict[str, Values] = {"network": {"eth0": {"carrier_down_count": times_down}}}
+        record.add(Look(taken_s * S, values), logged)
+    assert [each.at_ns // S for each in record.health().events] == [130, 250]
+
+
 def test_faults_are_counted_though_old_events_are_forgotten() -> None:
     record = NodeRecord("n0")
     record.add(Look(100 * S, {}), [event("link-down", "eth0", 50 + at_s) for at_s in range(400)])
