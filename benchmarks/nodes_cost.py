@@ -46,7 +46,9 @@ from commlens.watch.few_ranks import few_ranks
 from commlens.watch.mismatches.channel_progress import ChannelDigest
 from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import (
+    gathering,
     meeting_places,
+    peers,
     periods,
     remote_evidence,
     states_tree,
@@ -74,8 +76,8 @@ PER_PROCESS = 320
 THREADS = 4  # of each process that runs nodes
 RECORDS = 2000
 # all nodes share the cores of one machine, so they need longer than in a job
-states_tree.FIRST_S = meeting.GATHER_S = 60.0  # type: ignore[misc]
-periods.LOST_S = meeting.LOST_S = 60.0  # type: ignore[misc,attr-defined]
+states_tree.FIRST_S = gathering.GATHER_S = 60.0  # type: ignore[misc]
+periods.LOST_S = meeting.LOST_S = peers.LOST_S = 60.0  # type: ignore[misc,attr-defined]
 HEAD = 12  # bytes of a packed box before its compressed content
 ASKED_AGAIN = 1 + WAITERS_ASKED  # nodes: the culprit's, and those of some that wait for it
 MORE = more_records_of_each(ASKED_AGAIN * RANKS)
@@ -214,7 +216,7 @@ def new_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -
     """Return a node that is to meet the others."""
     node = meeting.Nodes(f"node{number}", lambda: None)
     node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=pack_digests(told))
-    node._places = [address]
+    node._contact.places = [address]
     return node
 
 
@@ -242,7 +244,7 @@ def run_nodes(nodes: list[meeting.Nodes], spent: dict[int, float]) -> None:
             if time.monotonic() < due[at] and not node._poke.is_set():
                 continue
             if at not in clients:
-                clients[at] = node._places[0].open(lambda waited_s: True)
+                clients[at] = node._contact.places[0].open(lambda waited_s: True)
                 node.update(slot=clients[at].add(key("nodes"), 1) % QUESTION - 1)
             node._poke.clear()
             began = time.thread_time()

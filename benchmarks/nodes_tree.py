@@ -43,7 +43,15 @@ from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
 from commlens.watch import other_nodes
 from commlens.watch.few_ranks import few_ranks
-from commlens.watch.nodes import bundles, exchange, periods, remote_evidence, states_tree
+from commlens.watch.nodes import (
+    bundles,
+    exchange,
+    gathering,
+    peers,
+    periods,
+    remote_evidence,
+    states_tree,
+)
 from commlens.watch.nodes.beat import Request, key, pack_digests
 from commlens.watch.nodes.bundles import GROUP
 from commlens.watch.nodes.calls import wake_key
@@ -239,9 +247,9 @@ class Row(NamedTuple):
 
 def simulate(count: int) -> Row:
     """Simulate so many nodes."""
-    for module in (exchange, periods):
+    for module in (exchange, peers, periods):
         module.LOST_S = NEVER_S  # type: ignore[attr-defined]
-    exchange.GATHER_S = other_nodes._ANSWERS_S = NEVER_S  # type: ignore[misc]
+    gathering.GATHER_S = other_nodes._ANSWERS_S = NEVER_S  # type: ignore[misc]
     states_tree.FIRST_S = NEVER_S  # type: ignore[misc]
     for module in (bundles, exchange):
         module.STALE_S = NEVER_S  # type: ignore[attr-defined]

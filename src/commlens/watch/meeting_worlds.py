@@ -96,11 +96,16 @@ class _Exchange(Nodes):
         is_due = now >= self._members_due
         if is_due:
             self._members_due = now + _MEMBERS_S
-        if others and self._look_under_way is None and self._seen_groups != self.groups:
-            if is_due or not self._seen_groups:  # the first time at once
-                self._seen_groups = self.groups
-                run = functools.partial(self._look, 1)
-                self._look_under_way = InBackground(run, lambda _: b"")
+        may_look = is_due or not self._seen_groups  # the first time at once
+        if (
+            others
+            and may_look
+            and self._look_under_way is None
+            and self._seen_groups != self.groups
+        ):
+            self._seen_groups = self.groups
+            run = functools.partial(self._look, 1)
+            self._look_under_way = InBackground(run, lambda _: b"")
         self._send_members(client, slot)
         wanted = [other for other in others if is_due or other not in self.members]
         self.members |= stored(client, "members", wanted)

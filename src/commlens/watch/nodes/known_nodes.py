@@ -70,7 +70,7 @@ class Lost(NamedTuple):
 
 
 class KnownNodes:
-    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.exchange.Nodes`
+    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.peers.Peers`
     holds its lock around every call.
 
     ``mine`` is always this node's own value: nodes of another incarnation of the job are left out.
@@ -80,6 +80,8 @@ class KnownNodes:
     def __init__(self) -> None:
         self.lost_s = LOST_S
         """A node that has been silent for this long is taken as lost."""
+        self.count = 0
+        """How many nodes ever drew a slot."""
         self._by_slot: dict[int, Known] = {}
         self._version = 0  # it rises with each change of these
         self._view: tuple[object, NodesView] | None = None  # preceded by what it was made of
@@ -219,19 +221,20 @@ class KnownNodes:
 
     # --- which values to read
 
-    def to_read(self, mine: Beat, count: int, now: float) -> tuple[list[int], list[int]]:
+    def to_read(self, mine: Beat, now: float) -> tuple[list[int], list[int]]:
         """Return the slots of the known nodes, and of the nodes not yet known, whose values to
         read.
 
         Args:
             mine: this node's value.
-            count: how many nodes ever drew a number.
             now: when the last values were read.
         """
-        if count > READ_ALL_NODES and (leading := self._leading(mine, now)):
+        if self.count > READ_ALL_NODES and (leading := self._leading(mine, now)):
             return leading, []
         known = [slot for slot, one in self._by_slot.items() if slot >= 0 and not one.beat.finished]
-        new = [slot for slot in range(count) if slot != mine.slot and slot not in self._by_slot]
+        new = [
+            slot for slot in range(self.count) if slot != mine.slot and slot not in self._by_slot
+        ]
         if not self._by_slot:
             # one of them reports, or names the node that does, unless it is this one
             new = new[:READ_ALL_NODES]

@@ -21,9 +21,11 @@ from commlens.blackbox import layout
 from commlens.watch import other_nodes
 from commlens.watch.nodes import (
     bundles,
+    gathering,
     known_nodes,
     lost,
     meeting_places,
+    peers,
     periods,
     states_tree,
 )
@@ -62,10 +64,12 @@ def serve_store() -> subprocess.Popen[bytes]:
 
 _MODULES = (
     bundles,
+    gathering,
     known_nodes,
     lost,
     meeting_places,
     nodes,
+    peers,
     periods,
     states_tree,
 )
@@ -259,25 +263,6 @@ def test_the_states_of_all_ranks_come_up_the_tree(
     assert all(beat.answered[1] for beat in read if beat.ranks[0] in expected)
 
 
-def test_states_that_come_too_late_are_not_added_to_those_that_were_returned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("FIRST_S", "LEVEL_S"):
-        monkeypatch.setattr(states_tree, name, 0.2)
-    node = Nodes("host", lambda: None)
-    node.update(slot=0, ranks=[0])
-    found: list[States | None] = []
-    thread = threading.Thread(target=lambda: found.append(node.gather_states(States({b"own": 1}))))
-    thread.start()
-    assert eventually(lambda: node._from_root)
-    collecting = node._from_root
-    thread.join(30)
-    assert collecting is not None
-    collecting.add(1, States({b"late": 2}))
-    (states,) = found
-    assert states is not None and states.by_key == {b"own": 1}
-
-
 def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:
     first, quick, slow = meet(0), meet(1), meet(2)
     assert eventually(lambda: len(first.others) == 2 and quick.others and slow.others)
@@ -363,7 +348,7 @@ def test_a_command_asks_the_other_nodes_without_taking_part(
     kill(there)
     assert asked.gather(as_it_is, of=[slot], records=64) == ({}, asked.others)
     late = meet(2)
-    assert eventually(lambda: late.others) and late._count == 3, "looks are not nodes"
+    assert eventually(lambda: late.others) and late._known.count == 3, "looks are not nodes"
     client.close()
 
 

@@ -1,0 +1,31 @@
+"""The other nodes as one node sees them."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.peers import Peers
+
+
+def test_the_oldest_waits_of_many_nodes_are_followed() -> None:
+    node = Peers("host0", None)
+    node.update(slot=0, ranks=[0])
+    node._contact.note_answer(time.monotonic())
+    beats = [
+        Beat(slot, f"host{slot}", [slot], wait_id=7, wait_s=float(slot)) for slot in range(1, 30)
+    ]
+    node._known.note(beats, node._contact.answered_at)
+    now_ns = time.monotonic_ns()
+    found = node.waits(now_ns)
+    assert [wait.pid for wait in found] == [-1 - slot for slot in range(29, 21, -1)]
+    assert found[0].since_ns == now_ns - 29_000_000_000
+    later = [msgspec.structs.replace(beat, count=1, wait_s=beat.wait_s + 3) for beat in beats[:-1]]
+    ended = msgspec.structs.replace(beats[-1], count=1, wait_id=0)
+    node._known.note([*later, ended], node._contact.answered_at)
+    assert node.waits(now_ns + 1_000_000_000) == [
+        *found[1:],
+        found[-1]._replace(since_ns=now_ns - 21_000_000_000, pid=-22),
+    ], "a wait does not begin anew"
