@@ -76,31 +76,30 @@ def _usual_stack(
     theirs if it never did.
     """
     key, lines = own.channel.key, [*user_lines(other.stack)]
-    mine, theirs = job.views[rank].tracks.get(key), job.views[rank_met].tracks.get(key)
-    if mine is None or theirs is None or not lines:
-        return other.stack
-    for number in range(own.sequence_number - 1, max(0, own.sequence_number - _LOOK_BACK), -1):
-        if number not in mine.ops or number not in theirs.ops:
+    mine, theirs = job.views[rank], job.views[rank_met]
+    for number in _earlier_numbers(own) if lines else ():
+        my_op, their_op = mine.op_at(key, number), theirs.op_at(key, number)
+        if my_op is None or their_op is None:
             break
-        if [*user_lines(theirs.ops[number].stack)] == lines:
-            return mine.ops[number].stack
+        if [*user_lines(their_op.stack)] == lines:
+            return my_op.stack
     return other.stack
+
+
+def _earlier_numbers(op: Collective) -> range:
+    """Return the numbers of the collectives before one, the newest first."""
+    return range(op.sequence_number - 1, max(0, op.sequence_number - _LOOK_BACK), -1)
 
 
 def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> Frame | None:
     """Return the innermost line on a rank's path on which it has not been before; None if it has
     been on all.
     """
-    track = job.views[rank].tracks.get(own.channel.key)
-    numbers = range(max(1, own.sequence_number - _LOOK_BACK), own.sequence_number)
-    stacks = {
-        id(op.stack): op.stack
-        for number in numbers
-        if track is not None and (op := track.ops.get(number)) is not None
-    }
+    ops = (job.views[rank].op_at(own.channel.key, number) for number in _earlier_numbers(own))
+    stacks = [op.stack for op in ops if op is not None]
     if not stacks:
         return None
-    known = {frame for stack in (other.stack, *stacks.values()) for frame in stack}
+    known = {*other.stack}.union(*stacks)
     return next((frame for frame in user_lines(own.stack) if frame not in known), None)
 
 

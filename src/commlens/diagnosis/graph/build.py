@@ -15,7 +15,6 @@ the node of its thread, which is followed in turn.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import RecordMismatch, from_any, pair_with_any_source
@@ -34,7 +33,6 @@ from commlens.diagnosis.index.job_index import (
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, State
 from commlens.model.grouping import grouped
-from commlens.model.ranklog import ThreadStack
 
 _EDGES_MAX = 1_000_000
 _EDGES_PER_RANK = 64
@@ -70,18 +68,22 @@ class _Arrivals:
     first_refusal_ns: int = 0
     node: WaitNode | None = None  # once a thread waits at it
 
-    def add_without_record(self, other: RankView, issued: bool | None, since_ns: int) -> None:
-        """Add a rank whose records end before the collective, or do not hold it. ``issued``: the
-        answer of :func:`has_issued`; ``since_ns``: when another rank issued it.
+    def add_without_record(self, other: RankView, issued: bool | None, until_ns: int) -> None:
+        """Add a rank whose records end before the collective, or do not hold it.
+
+        Args:
+            other: the rank.
+            issued: the answer of :func:`has_issued`.
+            until_ns: when the last of the other ranks issued it.
         """
-        if issued is False:
+        is_older = other.is_older_than(until_ns)
+        if issued is False and not is_older:
             self.absent.append(other.rank)
-        elif issued is None and other.is_log:
-            self.no_record.append(other.rank)
-        elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
+        elif issued is not True and (other.is_log or other.lost_newest or is_older):
             # What blocks the rank of another tool's dump is among its oldest entries in flight,
             # which were read.
-            blocked = other.dump is not None and any(b.stuck for b in other.blocks.values())
+            is_dump = other.dump is not None and not other.is_log
+            blocked = is_dump and any(block.stuck for block in other.blocks.values())
             (self.behind if blocked else self.no_record).append(other.rank)
         # else the rank has issued it, or its record may be overwritten
 
@@ -115,9 +117,7 @@ class _GraphBuilder:
             id(op): i for i, mismatch in enumerate(mismatches) for op in mismatch.pair or ()
         }
         self._instance_indices: dict[tuple[str, Instance], int] = {}
-        self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
-        # In logs, a rank that prints nothing is not missing.
-        self._dumped = {rank for rank, view in job.views.items() if not view.is_log}
+        self._arrivals_of: dict[Instance, _Arrivals] = {}
         self._todo: list[tuple[RankView, BlockedThread]] = []  # threads to follow
         self._members = 0  # of all collectives in self._arrivals_of
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
@@ -198,69 +198,63 @@ class _GraphBuilder:
         """
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
-        first = self._arrivals(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns
+        first = self._arrivals(_instance(op)).first_refusal_ns
         return 0 < first < op.announced_ns
 
     # --- collectives
 
     def _follow_collective(self, view: RankView, node: WaitNode, op: Collective) -> None:
-        """Add the edge to a collective, or to an earlier one of the channel that ranks hold up: an
-        op behind an incomplete one waits for that one.
+        """Add the edges to what holds up a collective, or to what holds up an earlier one of its
+        channel: an op behind an incomplete one waits for that one.
         """
-        key = op.channel.key
-        track = view.tracks.get(key) or Track()
-        earlier = (track.ops.get(n) for n in track.open if n < op.sequence_number)
-        for candidate in [*filter(None, earlier), op]:
-            if self._add_collective(view, node, key, candidate, last=candidate is op):
-                return
+        track = view.tracks.get(op.channel.key) or Track()
+        earlier = [track.ops[number] for number in track.open if number < op.sequence_number]
+        for candidate in [*earlier, op]:
+            edge = self._edge(candidate, view)
+            arrivals = self._arrivals(edge.instance)
+            targets = self._held_up_by(edge, arrivals)
+            if targets:
+                break
+        for target in targets or [self._collective_node(edge, arrivals)]:
+            self.graph.add(node, target, edge)
 
-    def _edge(self, op: Collective, instance: Instance, view: RankView) -> Edge:
-        return Edge(op, instance, view.rank, self.job.stands_for.get(view.rank, 0))
+    def _edge(self, op: Collective, view: RankView) -> Edge:
+        return Edge(op, _instance(op), view.rank, self.job.stands_for.get(view.rank, 0))
 
-    def _add_collective(
-        self, view: RankView, node: WaitNode, key: ChannelKey, op: Collective, *, last: bool
-    ) -> bool:
-        """Add the edge to one collective: to the mismatch that explains it, to the ranks that came
-        too late for strict verification, or to its node. Return False if no rank holds it up, and
-        it is not the ``last`` one to try.
+    def _held_up_by(self, edge: Edge, arrivals: _Arrivals) -> list[WaitNode]:
+        """Return what holds up the waiting rank's collective: the mismatch that explains it, the
+        ranks that came too late for strict verification, or the node of the collective. Empty if
+        no other rank holds it up.
         """
-        number = op.sequence_number
-        edge = self._edge(op, Instance(key, number), view)
-        arrivals = self._arrivals(key, number, op.announced_ns)
+        op, (key, number, *_) = edge.op, edge.instance
         for i in self._mismatches_by_channel.get(key, ()):
             if self.mismatches[i].explains(number, arrivals.absent):
-                self.graph.add(node, WaitNode("mismatch", -1, i), edge)
-                return True
+                return [WaitNode("mismatch", -1, i)]
         if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
             # the ranks that came only after this one had been refused
-            late = arrivals.refused[bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :]
-            for _, member in late:
-                self.graph.add(node, WaitNode("absent", member), edge)
-            if late:
-                return True
-        others_behind = arrivals.behind and arrivals.behind != [view.rank]
-        if not (arrivals.absent or others_behind or last):
-            return False
-        if arrivals.node is None:
-            arrivals.node = self._add_collective_node(key, arrivals, edge)
-        self.graph.add(node, arrivals.node, edge)
-        return True
+            came = bisect_right(arrivals.refused, op.done_ns, key=lambda each: each[0])
+            if late := arrivals.refused[came:]:
+                return [WaitNode("absent", member) for _, member in late]
+        if arrivals.absent or (arrivals.behind and arrivals.behind != [edge.rank]):
+            return [self._collective_node(edge, arrivals)]
+        return []
 
-    def _add_collective_node(self, key: ChannelKey, arrivals: _Arrivals, edge: Edge) -> WaitNode:
-        """Add the node of a collective and its edges to the ranks that it waits for."""
-        if not (arrivals.absent or arrivals.behind or arrivals.dead or arrivals.no_record):
-            return self._instance_node("stuck", edge.instance)
-        at = self._instance_node("at", edge.instance)
+    def _collective_node(self, edge: Edge, arrivals: _Arrivals) -> WaitNode:
+        """Return the node of a collective. The first edge to it adds the edges to the ranks that it
+        waits for.
+        """
+        if arrivals.node is not None:
+            return arrivals.node
+        waits = arrivals.absent or arrivals.behind or arrivals.dead or arrivals.no_record
+        at = arrivals.node = self._instance_node("at" if waits else "stuck", edge.instance)
         for member in arrivals.absent:
-            self._wait_for_rank(at, self.job.views[member], key, edge)
+            self._wait_for_rank(at, self.job.views[member], edge)
         for member in arrivals.behind:
-            self._wait_for_device(at, self.job.views[member], key, edge)
-        if arrivals.absent or arrivals.behind:
-            return at
-        for member in arrivals.dead:
-            self.graph.add(at, WaitNode("dead", member), edge)
-        if not arrivals.dead:
-            for member in arrivals.no_record:
+            self._wait_for_device(at, self.job.views[member], edge)
+        if not (arrivals.absent or arrivals.behind):
+            for member in arrivals.dead:
+                self.graph.add(at, WaitNode("dead", member), edge)
+            for member in arrivals.no_record if not arrivals.dead else ():
                 self.graph.add(at, self._unrecorded_node(member), edge)
         return at
 
@@ -273,24 +267,27 @@ class _GraphBuilder:
             self.graph.instances.append(instance)
         return WaitNode(kind, -1, index)
 
-    def _arrivals(self, key: ChannelKey, number: int, since_ns: int) -> _Arrivals:
+    def _arrivals(self, instance: Instance) -> _Arrivals:
         """Sort the ranks of a collective by their progress towards it."""
-        arrivals = self._arrivals_of.get((key, number))
-        if arrivals is not None:
-            return arrivals
-        arrivals = self._arrivals_of[(key, number)] = _Arrivals()
+        known = self._arrivals_of.get(instance)
+        if known is not None:
+            return known
+        key, number, *_ = instance
+        arrivals = self._arrivals_of[instance] = _Arrivals()
         self._members += len(key[2])
-        for member in key[2]:
-            other = self.job.views.get(member)
-            track = other.tracks.get(key) if other is not None else None
-            if other is None:
-                arrivals.no_record.append(member)
-            elif track is None or track.last < number:
-                issued = has_issued(other, key, number, since_ns)
-                arrivals.add_without_record(other, issued, since_ns)
-            elif number in track.ops and not lost_count(other, key, number):
-                arrivals.add_met(other, track.ops[number])
-        if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
+        views = [self.job.views[member] for member in key[2] if member in self.job.views]
+        ops = [view.op_at(key, number) for view in views]
+        issued_ns = [op.announced_ns for op in ops if op is not None]
+        first_ns, last_ns = min(issued_ns, default=0), max(issued_ns, default=0)
+        for view, op in zip(views, ops, strict=True):
+            if op is None:
+                issued = has_issued(view, key, number, first_ns)
+                arrivals.add_without_record(view, issued, last_ns)
+            elif not lost_count(view, key, number):
+                arrivals.add_met(view, op)
+        arrivals.no_record += [member for member in key[2] if member not in self.job.views]
+        # In logs, a rank that prints nothing is not missing.
+        if key in self.job.unlisted and not self.job.views[self.job.users[key][0]].is_log:
             # it may be one of the group
             arrivals.no_record += [rank for rank in self.job.no_record if rank not in key[2]]
         arrivals.refused.sort()
@@ -302,7 +299,7 @@ class _GraphBuilder:
         """Add the edge to the rank that should write a key, if the records show it; else to the
         key.
         """
-        edge = self._edge(op, Instance(op.channel.key, op.sequence_number), view)
+        edge = self._edge(op, view)
         writer = expected_writer(self.job, op)
         if writer is None:
             self.graph.add(node, self._instance_node("key", edge.instance), edge)
@@ -311,7 +308,7 @@ class _GraphBuilder:
             # a wait of the writer for this rank never ends: it is stuck, however short
             for block in other.blocks.values():
                 block.stuck = block.stuck or any(lacks(view, part) for part in block.parts)
-            self._wait_for_rank(node, other, op.channel.key, edge)
+            self._wait_for_rank(node, other, edge)
         else:
             self.graph.add(node, self._unrecorded_node(writer), edge)
 
@@ -342,14 +339,14 @@ class _GraphBuilder:
             sent = op if op.op == "send" or match is None else match
             edge = Edge(op, Instance(key, sent.sequence_number, sender, receiver), view.rank)
         if match is None:  # the peer has not issued its side
-            self._wait_for_rank(node, other, key, edge)
+            self._wait_for_rank(node, other, edge)
         elif is_queued(other, match):
-            self._wait_for_device(node, other, key, edge)
+            self._wait_for_device(node, other, edge)
         elif other.died:
             self.graph.add(node, WaitNode("dead", other.rank), edge)
         elif _waits_for_more(other, match, view.rank):
             # it has arrived, in a batch that waits for another message
-            self._wait_for_device(node, other, key, edge)
+            self._wait_for_device(node, other, edge)
         elif not is_queued(view, op) and not _waits_for_more(view, op, other.rank):
             self.graph.add(node, self._instance_node("stuck", edge.instance), edge)
 
@@ -380,90 +377,82 @@ class _GraphBuilder:
         running = [other for other in others if other.exit.kind not in ("clean", "leaving")]
         for other in running or others:
             edge = Edge(op, Instance(key, op.sequence_number, other.rank, view.rank), view.rank)
-            self._wait_for_rank(node, other, key, edge)
+            self._wait_for_rank(node, other, edge)
 
     # --- absent ranks
 
-    def _wait_for_rank(self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge) -> None:
-        """Add the edge to a rank that has not issued its side on a channel."""
+    def _wait_for_rank(self, node: WaitNode, other: RankView, edge: Edge) -> None:
+        """Add the edges to the threads that hold up a rank's side; to the rank itself if it has
+        died, or if no such thread is blocked.
+        """
         if other.died:
             self.graph.add(node, WaitNode("dead", other.rank), edge)
-        else:
-            self._wait_for_thread(node, other, key, edge)
-
-    def _wait_for_thread(
-        self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge
-    ) -> None:
-        """Add an edge to the thread that should issue the op; to the rank if that thread is not
-        blocked.
-        """
-        block = self._block_of(other, key)
-        # if the group has no other known rank, it is unknown for which rank it waits there
-        if block is None or self.graph.is_unknown(block.op.channel.key):
-            unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
-            self.graph.add(
-                node,
-                self._unrecorded_node(other.rank) if unknown else WaitNode("absent", other.rank),
-                edge,
-            )
             return
+        # if a group has no other known rank, it is unknown for which rank a thread waits there
+        blocks = [
+            block
+            for block in _blocks_of(other, edge.instance.key)
+            if not self.graph.is_unknown(block.op.channel.key)
+        ]
+        if not blocks:
+            unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
+            absent = WaitNode("absent", other.rank)
+            self.graph.add(node, self._unrecorded_node(other.rank) if unknown else absent, edge)
+        for block in blocks:
+            self._wait_for_block(node, other, block, edge)
+
+    def _wait_for_device(self, node: WaitNode, other: RankView, edge: Edge) -> None:
+        """Add the edge to what holds up a rank's device: the awaited op is queued behind it."""
+        if other.head is not None and other.head.stuck:
+            self._wait_for_block(node, other, other.head, edge)
+        else:
+            self._wait_for_rank(node, other, edge)
+
+    def _wait_for_block(
+        self, node: WaitNode, other: RankView, block: BlockedThread, edge: Edge
+    ) -> None:
         self.graph.add(node, WaitNode("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))
 
-    def _wait_for_device(
-        self, node: WaitNode, other: RankView, key: ChannelKey, edge: Edge
-    ) -> None:
-        """Add an edge to what holds up a rank's device: the awaited op is queued behind it."""
-        head = other.head
-        if head is None or not head.stuck:
-            self._wait_for_thread(node, other, key, edge)
-            return
-        self.graph.add(node, WaitNode("wait", other.rank, head.thread), edge)
-        self._todo.append((other, head))
 
-    def _block_of(self, other: RankView, key: ChannelKey) -> BlockedThread | None:
-        """Return the block of the thread that issues on this channel; of the main thread if none
-        has yet.
-        """
-        stuck = {
-            thread: block
-            for thread, block in other.blocks.items()
-            if block.stuck and block.how != "unknown"
-        }
-        if not stuck:
-            return None
-        thread = self._thread_of(other, key)
-        if thread in stuck:
-            return stuck[thread]
-        stacks = (each for each in other.log.stacks if each.thread == thread and each.frames)
-        stack = next(stacks, None)
-        if thread != other.main_thread and stack is None:
-            # An autograd thread has no Python stack: its main thread holds it up.
-            return stuck.get(other.main_thread) or (
-                next(iter(stuck.values())) if len(stuck) == 1 else None
-            )
-        waits = stack is not None and _waits_for_stuck(other, stack, stuck)
-        return next(iter(stuck.values())) if waits else None
-
-    def _thread_of(self, other: RankView, key: ChannelKey) -> int:
-        """Return the thread that last issued on a channel; the main thread if none has."""
-        track = other.tracks.get(key)
-        if track is not None and track.thread:
-            return track.thread
-        sent = (ops[-1] for pair, ops in other.pairs.items() if pair[0] == key)
-        last = max(sent, key=lambda op: op.index, default=None)
-        return (last.issue_thread if last is not None else 0) or other.main_thread
+def _instance(op: Collective) -> Instance:
+    return Instance(op.channel.key, op.sequence_number)
 
 
-def _waits_for_stuck(view: RankView, stack: ThreadStack, stuck: Collection[int]) -> bool:
-    """Return whether a thread waits for a stuck one of its process: for its end or its result, or
-    for a lock that only the one stuck thread can release, since all others wait for locks.
+def _blocks_of(view: RankView, key: ChannelKey) -> list[BlockedThread]:
+    """Return the blocks that keep a rank from issuing on a channel: that of the thread which issues
+    there, or of the threads which that one may wait for.
     """
-    threads = view.log.stacks
-    only_one_runs = len(stuck) == 1 and all(
-        each.in_lock or each.thread in stuck for each in threads
-    )
-    return only_one_runs or stack.waits_for_thread
+    stuck = {
+        thread: block
+        for thread, block in view.blocks.items()
+        if block.stuck and block.how != "unknown"
+    }
+    thread = _thread_of(view, key)
+    if thread in stuck:
+        return [stuck[thread]]
+    stacks = (each for each in view.log.stacks if each.thread == thread and each.frames)
+    stack = next(stacks, None)
+    alone = [*stuck.values()] if len(stuck) == 1 else []
+    if stack is not None and stack.waits_for_thread:
+        return [*stuck.values()]  # for the end or the result of one of them
+    if stack is None and thread != view.main_thread:
+        # An autograd thread has no Python stack: its main thread holds it up.
+        return [stuck[view.main_thread]] if view.main_thread in stuck else alone
+    # A lock that it waits for can be released by the one stuck thread alone, if all others wait for
+    # locks.
+    in_locks = all(each.in_lock or each.thread in stuck for each in view.log.stacks)
+    return alone if stack is not None and in_locks else []
+
+
+def _thread_of(view: RankView, key: ChannelKey) -> int:
+    """Return the thread that last issued on a channel; the main thread if none has."""
+    track = view.tracks.get(key)
+    if track is not None and track.thread:
+        return track.thread
+    sent = (ops[-1] for pair, ops in view.pairs.items() if pair[0] == key)
+    last = max(sent, key=lambda op: op.index, default=None)
+    return (last.issue_thread if last is not None else 0) or view.main_thread
 
 
 def _waits_for_more(view: RankView, message: Collective, peer: int) -> bool:

@@ -178,6 +178,11 @@ class RankView:
         """Whether a text log tells that a collective of the rank took longer than its timeout."""
         return self.dump is not None and self.dump.timed_out
 
+    def op_at(self, key: ChannelKey, number: int) -> Collective | None:
+        """Return the rank's collective with this number on a channel; None without a record."""
+        track = self.tracks.get(key)
+        return track.ops.get(number) if track is not None else None
+
     @property
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
@@ -318,6 +323,8 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     ``since_ns`` is when another rank issued it.
     """
     track = view.tracks.get(key)
+    if track is not None and track.last >= number:
+        return True  # its record may be overwritten
     if key[3] == SETUP:
         unseen = view.log.initialised and not view.log.setups and not view.died
         return None if unseen else False
@@ -343,11 +350,7 @@ def lacks(view: RankView, op: Collective) -> bool:
     """Return whether a collective needs a rank that has certainly not issued it."""
     if op.is_point_to_point or view.rank not in op.channel.group.ranks:
         return False
-    key, number = op.channel.key, op.sequence_number
-    track = view.tracks.get(key)
-    return (track is None or track.last < number) and has_issued(
-        view, key, number, op.announced_ns
-    ) is False
+    return has_issued(view, op.channel.key, op.sequence_number, op.announced_ns) is False
 
 
 def _dump_shows_issue(

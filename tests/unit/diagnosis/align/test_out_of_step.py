@@ -206,6 +206,18 @@ def test_the_time_of_a_file_is_the_latest_that_its_dump_can_be_of(
     assert write(tmp_path, one_missing(), written).culprits == culprits
 
 
+@pytest.mark.parametrize("early", [0, 3])
+def test_a_dump_is_older_if_any_rank_issued_the_collective_after_it(
+    tmp_path: Path, early: int
+) -> None:
+    """One rank waits since the 8th second, two came in the 30th: nothing tells when rank 2 did."""
+    entries = one_missing()
+    for rank in {0, 1, 3} - {early}:
+        entries[rank][-1]["time_created_ns"] = START_NS + 30 * STEP_NS
+    verdict = write(tmp_path, entries, {0: 70, 1: 70, 2: 20, 3: 70})
+    assert (verdict.kind, verdict.culprits) == ("missing", [])
+
+
 def test_a_message_that_was_not_sent_before_the_dump(tmp_path: Path) -> None:
     ranks = [0, 1]
     entries = {

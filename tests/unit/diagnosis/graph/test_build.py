@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from builders import spec
+from builders import Job, Stay, all_reduce, spec
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.cause import Cycle
@@ -14,6 +15,7 @@ from commlens.model.collective import (
     Collective,
     CollectiveArgs,
     Frame,
+    FrameKind,
     LearnedHow,
     ProcessGroup,
     State,
@@ -157,3 +159,30 @@ def test_a_short_sleep_of_a_thread_that_polls_is_not_what_it_waits_for(
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.culprits) == ("cycle", [2])
     assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]
+
+
+def test_a_thread_that_joins_one_of_two_stuck_threads_may_join_either() -> None:
+    """One of them waits for rank 0, which waits for this rank: a deadlock if the thread joins that
+    one. The other one waits for rank 2, which loads data.
+    """
+    join = Frame("/usr/lib/python3.12/threading.py", 1149, "join", FrameKind.LIBRARY)
+    threads = (5001, 5002)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        with_0, with_2 = job.group("1", [0, 1]), job.group("2", [1, 2])
+        yield all_reduce(job.world, line=10)
+        if rank == 0:
+            yield all_reduce(job.group("3", [0, 1]), line=11)
+        elif rank == 1:
+            for group, thread in zip((with_0, with_2), threads, strict=True):
+                yield all_reduce(group, line=20, is_async=True, handle=group.name, thread=thread)
+            yield Stay(30, "main", frames=(join,))
+        else:
+            yield Stay(57, "load_batch")
+
+    logs = Job(3).run(program).logs(after_s=300)
+    for op, thread in zip(logs[1].collectives[1:], threads, strict=True):
+        op.wait_began_ns, op.wait_thread = op.returned_ns, thread
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+    assert all(finding.kind != "cycle" for finding in verdict.findings)
