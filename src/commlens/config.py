@@ -92,6 +92,29 @@ COMMAND_LINE: Final = "command line"
 # --- what each setting accepts
 
 
+def _refuse(value: Any) -> Any:
+    raise ValueError
+
+
+def _words(
+    values: Mapping[str, Any], parse: Callable[[Any], Any] = _refuse
+) -> Callable[[Any], Any]:
+    """Accept these words as their values, and else what ``parse`` accepts."""
+
+    def parse_words(value: Any) -> Any:
+        word = str(value).strip().lower()  # YAML reads off as a boolean
+        return values[word] if word in values else parse(value)
+
+    return parse_words
+
+
+def _one_of(*words: str) -> Callable[[Any], Any]:
+    return _words(dict(zip(words, words, strict=True)))
+
+
+_boolean: Final = _words({**dict.fromkeys(_ON, True), **dict.fromkeys(_OFF, False)})
+
+
 def _path(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
         raise ValueError
@@ -132,37 +155,6 @@ def _seconds(value: Any) -> float:
     return number
 
 
-def _seconds_or_auto(value: Any) -> float | str:
-    if isinstance(value, str) and value.strip().lower() == AUTO:
-        return AUTO
-    return _seconds(value)
-
-
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in _ON:
-        return True
-    if text in _OFF:
-        return False
-    raise ValueError
-
-
-def _one_of(*words: str) -> Callable[[Any], str]:
-    def parse(value: Any) -> str:
-        if str(value) not in words:
-            raise ValueError
-        return str(value)
-
-    return parse
-
-
-def _nccl_profiler(value: Any) -> str:
-    text = str(value).strip().lower()  # YAML reads off as a boolean
-    return "off" if text in _OFF else _one_of(*NCCL_LEVELS)(text)
-
-
 def _signal(value: Any) -> str:
     name = str(value).strip().upper()
     name = name if name.startswith("SIG") else f"SIG{name}"
@@ -171,24 +163,14 @@ def _signal(value: Any) -> str:
     return name
 
 
-def _steps(value: Any) -> str | None:
-    text = str(value).strip().lower()
-    if text in _OFF:
-        return None
-    if text in (*_ON, "all"):
-        return "all"
+def _steps(value: Any) -> str:
+    text = str(value).strip()
     parse_steps(text)
     return text
 
 
-def _number_checks(value: Any) -> str | None:
-    text = str(value).strip().lower()
-    return str(parse_number_checks(text)) if text not in _OFF else None
-
-
-def _meeting_place(value: Any) -> str:
-    text = str(value).strip().lower()
-    return AUTO if text == AUTO else "off" if text in _OFF else _absolute_path(value)
+def _number_checks(value: Any) -> str:
+    return str(parse_number_checks(str(value).strip().lower()))
 
 
 def _command(value: Any) -> str:
@@ -200,13 +182,6 @@ def _command(value: Any) -> str:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError
     return value.strip()
-
-
-def _health(value: Any) -> str:
-    try:
-        return "on" if _boolean(value) else "off"
-    except ValueError:
-        return _absolute_path(value)
 
 
 def _job(value: Any) -> str:
@@ -270,7 +245,7 @@ class Settings:
     )
     debug: bool | str = _setting(
         False,
-        lambda value: SAMPLE if str(value).strip().lower() == SAMPLE else _boolean(value),
+        _words({SAMPLE: SAMPLE}, _boolean),
         f"{_SWITCH_WORDS}, or {SAMPLE}",
         help=(
             "verify every collective across ranks before it is issued, and refuse a mismatch on"
@@ -295,7 +270,7 @@ class Settings:
     # auto: the watcher learns the seconds from the job, at most STALL_CEILING_S
     stall_timeout: float | str = _setting(
         AUTO,
-        _seconds_or_auto,
+        _words({AUTO: AUTO}, _seconds),
         "auto, or a number of seconds above 0",
         metavar="SECONDS",
         help=(
@@ -364,7 +339,7 @@ class Settings:
     dump_pipe: str | None = _setting(None, _path, "a path prefix", internal=True)
     check_numbers: str | None = _setting(
         None,
-        _number_checks,
+        _words(dict.fromkeys(_OFF), _number_checks),
         "on, off, every N steps, nan, every-op, tolerance=X, or several of these with commas",
     )
     on_verdict: str | None = _setting(
@@ -382,7 +357,11 @@ class Settings:
         help="write Prometheus metrics to this file, or to one file per job in this folder",
     )
     # watch the node's hardware; a folder: the host's /proc, /sys and /var are mounted in it
-    health: str = _setting("on", _health, "on, off, or a folder")
+    health: str = _setting(
+        "on",
+        _words({**dict.fromkeys(_ON, "on"), **dict.fromkeys(_OFF, "off")}, _absolute_path),
+        "on, off, or a folder",
+    )
     # on which switch and in which rack the hosts are: an inventory in YAML or JSON, or Slurm's
     # topology
     topology: str | None = _setting(None, _absolute_path, "a file")
@@ -391,7 +370,7 @@ class Settings:
     # NCCL itself tells commlens of its calls; how much
     nccl_profiler: str = _setting(
         "off",
-        _nccl_profiler,
+        _words(dict.fromkeys(_OFF, "off"), _one_of(*NCCL_LEVELS)),
         "off, calls, kernels or transfers",
         metavar="LEVEL",
         help=(
@@ -404,7 +383,11 @@ class Settings:
     timing: bool = _setting(False, _boolean, _SWITCH_WORDS, help="record durations on the device")
     cpp_stack: bool = _setting(False, _boolean, _SWITCH_WORDS, help="record C++ frames too")
     # `commlens launch` traces every worker
-    trace: str | None = _setting(None, _steps, "all, or optimizer steps as FIRST:LAST, such as 2:4")
+    trace: str | None = _setting(
+        None,
+        _words({**dict.fromkeys(_OFF), **dict.fromkeys((*_ON, ALL), ALL)}, _steps),
+        "all, or optimizer steps as FIRST:LAST, such as 2:4",
+    )
     trace_dir: str = _setting("commlens-trace", _path, "a folder")
     job: str | None = _setting(
         None,
@@ -421,7 +404,11 @@ class Settings:
         help="call this program so where it shares a group with others: trainer, rollout",
     )
     # where worlds on several nodes meet that share a group; auto: in the group's own store
-    meet: str = _setting(AUTO, _meeting_place, f"{AUTO}, off, or a folder that the nodes share")
+    meet: str = _setting(
+        AUTO,
+        _words({AUTO: AUTO, **dict.fromkeys(_OFF, "off")}, _absolute_path),
+        f"{AUTO}, off, or a folder that the nodes share",
+    )
     # the launcher already watches the job
     watched: bool = _setting(False, _boolean, _SWITCH_WORDS, internal=True)
 
@@ -513,9 +500,7 @@ def settings_environment(settings: Settings) -> dict[str, str]:
             continue
         if name in _PATHS:
             value = absolute(value)
-        variables[variable_of(name)] = (
-            {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
-        )
+        variables[variable_of(name)] = str(int(value) if isinstance(value, bool) else value)
     return variables
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 def obstacle(environ: Mapping[str, str] | None = None) -> str | None:
     """Return why the entry point cannot work in a worker with this environment; None if it can.
 
-    torch 2.5 is the first to load entry points. A commlens that is only on ``PYTHONPATH`` has none,
-    since an entry point is part of the metadata of an installed distribution.
+    A commlens that is only on ``PYTHONPATH`` has no entry point, since that is part of the metadata
+    of an installed distribution.
     """
     environ = os.environ if environ is None else environ
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
@@ -21,15 +21,4 @@ def obstacle(environ: Mapping[str, str] | None = None) -> str | None:
         for point in importlib.metadata.entry_points(group="torch.backends")
     ):
         return "commlens is importable but not installed"
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None  # a torch without metadata (built in place): assume that it works
-    numbers = version.split(".")
-    if (
-        numbers[0].isdigit()
-        and numbers[1].isdigit()
-        and (int(numbers[0]), int(numbers[1])) < (2, 5)
-    ):
-        return f"torch {version} does not load entry points (2.5 does)"
     return None
