@@ -15,6 +15,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from commlens.tap.hand_made import innermost_store
+
 _DESCRIPTORS = Path("/proc/self/fd")
 _WELL_KNOWN_PORTS = 1023
 _sockets: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()  # by group
@@ -64,12 +66,9 @@ def _store_port() -> int:
     """Return the port of the job's store, which serves other groups, too; 0 if there is none."""
     import torch.distributed.distributed_c10d as c10d
 
-    store: Any = None
     with contextlib.suppress(Exception):
-        store = c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return int(getattr(store, "port", 0))
+        return int(innermost_store(c10d._get_default_store()).port)
+    return 0
 
 
 def _name(descriptor: Path) -> str:

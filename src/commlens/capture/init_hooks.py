@@ -37,7 +37,7 @@ def safely(function: Callable[..., Any], *args: Any) -> Any:
 
 def hook_init(listener: Callable[[], Any]) -> None:
     """Install the hooks, once per process. Each call of a hooked function calls ``listener`` for
-    the current :class:`commlens.capture.session.TorchEvents`; None: nothing listens.
+    the current :class:`commlens.capture.session.TorchEvents`.
     """
     global _hooked
     if _hooked:
@@ -68,11 +68,9 @@ def hook_init(listener: Callable[[], Any]) -> None:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            current = listener()
-            given = read(args, kwargs) if current is not None else None
-            after = None
+            given, after = read(args, kwargs), None
             if given is not None:
-                after = safely(getattr(current, before), *([op] if op else ()), given)
+                after = safely(getattr(listener(), before), *([op] if op else ()), given)
             if after is None:
                 return original(*args, **kwargs)
             result, raised = None, True
@@ -93,10 +91,9 @@ def hook_init(listener: Callable[[], Any]) -> None:
         current = listener()
         group = (read_destroy(args, kwargs) or {}).get("group")
         is_last = group is None or group is dist.group.WORLD
-        after = safely(current.before_destroy, is_last) if current is not None else None
+        after = safely(current.before_destroy, is_last)
         result = original_destroy(*args, **kwargs)
-        if current is not None:
-            safely(current.after_destroy)
+        safely(current.after_destroy)
         if after is not None:
             after()
         return result
@@ -120,11 +117,7 @@ def hook_init(listener: Callable[[], Any]) -> None:
             dist.ProcessGroup.reconfigure, "before_reconfigure", names=("group", "opts")
         )
 
-    def registered(process_group: Any) -> None:
-        if (current := listener()) is not None:
-            safely(current.backend_registered, process_group)
-
-    hook_stores_and_groups(registered)
+    hook_stores_and_groups(lambda group: safely(listener().backend_registered, group))
     # Store itself is not hooked: C++ would take the hook for the override of a store that is
     # written in Python, and call it without end.
     for store in filter(None, (getattr(dist, name, None) for name in _STORES)):

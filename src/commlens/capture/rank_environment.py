@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from commlens import launchers
+from commlens.tap.hand_made import innermost_store
 
 _WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
 
@@ -56,11 +57,7 @@ def place_of(given: Mapping[str, Any] = MappingProxyType({})) -> PlaceInJob:
 
 def _meeting_at(store: Any) -> str:
     """Return the address or the file of a store; empty if it has neither."""
-    for _ in range(8):  # a PrefixStore is around another store
-        inner = getattr(store, "underlying_store", None)
-        if inner is None:
-            break
-        store = inner
+    store = innermost_store(store)
     host, port, path = (getattr(store, name, "") for name in ("host", "port", "path"))
     return f"tcp://{host}:{port}" if host and port else f"file://{path}" if path else ""
 

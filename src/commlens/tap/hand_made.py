@@ -14,11 +14,9 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from commlens.model.limits import LOOPBACK
-
-_DEEPEST: Final = 8  # PrefixStores around a store
 
 _prefixes: MutableMapping[Any, str] = weakref.WeakKeyDictionary()
 """PrefixStore -> its address with all its prefixes, which torch does not tell later."""
@@ -124,19 +122,24 @@ def group_store(process_group: Any) -> Any:
     return _stores.get(process_group)
 
 
+def innermost_store(store: Any) -> Any:
+    """Return the store that is inside of a store's prefixes."""
+    inner = getattr(store, "underlying_store", None)
+    return store if inner is None else innermost_store(inner)
+
+
 def store_name(store: Any) -> str:
     """Return a store's address or path with its prefixes, alike on all processes that use it; empty
     if it has neither.
 
     A loopback address and this host's own name are ``localhost``.
     """
-    for _ in range(_DEEPEST * (store is not None)):
-        if (known := _prefixes.get(store)) is not None:
-            return known
-        inner = getattr(store, "underlying_store", None)
-        if inner is None:
-            break
-        store = inner
+    known = None if store is None else _prefixes.get(store)
+    if known is not None:
+        return known
+    inner = getattr(store, "underlying_store", None)
+    if inner is not None:
+        return store_name(inner)
     host, port, path = (getattr(store, name, "") for name in ("host", "port", "path"))
     return store_address(host, port) if host and port else str(path)
 
