@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import os
 import statistics
@@ -198,20 +197,20 @@ def states(rank: Rank) -> Finds:
 
 def what_torch_says(rank: Rank) -> Finds:
     """Return the status in torch's recorder, and the ids under which it could be filed."""
-    from commlens.tap import backends, torch_offers
+    from commlens.tap import backends, recorder_dumps
 
     device = "cuda" if rank.on_gpu else "cpu"
     backend = rank.dist.group.WORLD._get_backend(rank.torch.device(device))
-    offers = torch_offers.offers()
     return {
         "status": [
             content.get("pg_status", {})
-            for content in torch_offers.read_recorders(entries=False, backends=[rank.backend])
+            for content in recorder_dumps.read_recorders(entries=False, backends=[rank.backend])
         ],
         "behaviour": backends.backend_of(rank.dist.group.WORLD, device)._asdict(),
         "id": str(rank.dist.group.WORLD._id()) if hasattr(rank.dist.group.WORLD, "_id") else None,
         "sequence_number": backend._get_sequence_number_for_group(),
-        "offers": dataclasses.asdict(offers),
+        "dumps": [dump.name for dump in recorder_dumps.dumps()],
+        "completion": backends.completion_by_class(),
     }
 
 

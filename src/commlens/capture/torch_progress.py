@@ -14,7 +14,7 @@ import os
 from typing import NamedTuple
 
 from commlens.model.ops import recorder_wire_op
-from commlens.tap import torch_offers
+from commlens.tap import recorder_dumps
 
 NEVER = -1
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -46,7 +46,7 @@ def statuses() -> dict[str, Status]:
     """Return the status of each backend by its ``uid``; empty if torch's recorder is missing,
     switched off or of another form.
     """
-    for answer in torch_offers.read_recorders(entries=False, only_active=True):
+    for answer in recorder_dumps.read_recorders(entries=False, only_active=True):
         status = answer.get("pg_status", {})
         try:
             return {
@@ -66,7 +66,7 @@ def in_flight() -> dict[str, InFlight] | None:
     """Return each backend's collectives in flight by its ``uid``, without messages; None if torch's
     recorder does not tell.
     """
-    for answer in torch_offers.read_recorders(entries=True, only_active=True):
+    for answer in recorder_dumps.read_recorders(entries=True, only_active=True):
         if "pg_status" not in answer:
             continue
         found: dict[str, tuple[set[int], set[int], set[int]]] = {
@@ -107,7 +107,7 @@ def durations() -> Durations:
     """
     found: Durations = {}
     try:
-        for entry in torch_offers.nccl_entries():
+        for entry in recorder_dumps.nccl_entries():
             duration_ms = entry.get("duration_ms")
             if duration_ms is None:
                 continue
@@ -141,7 +141,7 @@ def hooked(recorder: str) -> dict[str, list[RecorderEntry]]:
     messages; empty if the recorder is off or of another form.
     """
     found: dict[str, list[RecorderEntry]] = {}
-    for entry in torch_offers.read_recorder(recorder).get("entries", ()):
+    for entry in recorder_dumps.read_recorder(recorder).get("entries", ()):
         try:
             group, is_message = str(entry["process_group"][0]), bool(entry["is_p2p"])
             op = recorder_wire_op(str(entry["profiling_name"]).rpartition(":")[2])

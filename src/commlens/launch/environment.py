@@ -182,35 +182,24 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
 
 
 def _torch_recorder(report: Report) -> str:
-    from commlens.tap import torch_offers
+    from commlens.tap import recorder_dumps
 
-    offers = torch_offers.offers()
-    if not offers.dumps:
+    names = [dump.name for dump in recorder_dumps.dumps()]
+    if not names:
         return "this torch has none"
-    default = {
-        None: "on or off by default, which this torch does not say",
-        0: "off by default, commlens switches it on",
-    }.get(offers.default_entries, f"on by default, {offers.default_entries} entries")
+    holds = f"{config.RECORDER_ENTRIES} entries, as commlens sets it"
     given = [
         name for name in reversed(config.RECORDER_VARIABLES) if os.environ.get(name, "").strip()
     ]
     if given:
         off = os.environ[given[0]].strip() == "0"
-        default = f"{'off' if off else f'{os.environ[given[0]].strip()} entries'} by {given[0]}"
+        holds = f"{'off' if off else f'{os.environ[given[0]].strip()} entries'} by {given[0]}"
         if off:
             report.problems.append(
                 f"The recorder of torch is off ({given[0]}=0): of collectives on an accelerator,"
                 " nothing tells which are complete."
             )
-    lines = [f"torch's own: {default}; read through {' and '.join(offers.dumps)}"]
-    possible = {
-        "a recorder for each backend": offers.takes_backend,
-        "the result of an asynchronous collective without asking the device": offers.future_result,
-        "hooks before and after each collective": offers.hooks,
-    }
-    if extras := [words for words, has in possible.items() if has]:
-        lines.append(f"this torch also offers {', '.join(extras)}")
-    return "\n".join(lines)
+    return f"torch's own: {holds}; read through {' and '.join(names)}"
 
 
 def _past_torch(_: Report) -> str:
@@ -246,9 +235,9 @@ _COMPLETION: Final = {
 
 def _completion(_: Report) -> str:
     """Return how it is learned what completed on each backend of this torch."""
-    from commlens.tap import torch_offers
+    from commlens.tap import backends
 
-    completion = torch_offers.offers().completion
+    completion = backends.completion_by_class()
     return "\n".join(f"{name}: {_COMPLETION[how]}" for name, how in completion.items())
 
 

@@ -1,5 +1,7 @@
 """How a backend behaves, decided by its object: names such as "nccl" stand for different engines in
-different versions of torch.
+different versions of torch. NCCL's object has an ``uid``, the key of its status in a dump of
+torch's recorder (2.8); gloo's has none (2.13), nor has that of the NCCL backend that is the default
+from 2.15 on, which has completion hooks.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -102,6 +104,17 @@ def completion_of(backend: Any) -> Completion:
     if isinstance(getattr(backend, "uid", None), int | property):
         return "status"
     return "hooks" if hooks else "unknown"
+
+
+def completion_by_class() -> dict[str, Completion]:
+    """Return how completion is learned by name of a backend's class in this torch."""
+    return {
+        name: completion_of(value)
+        for name, value in sorted(vars(_c10d).items())
+        if name.startswith("ProcessGroup")
+        and isinstance(value, type)
+        and issubclass(value, _c10d.Backend)
+    }
 
 
 def _object_of(process_group: Any, device: str) -> Any:

@@ -15,7 +15,7 @@ from commlens.model.collective import ProcessGroup
 from commlens.model.ops import BARRIERS, IN_PLACE, POINT_TO_POINT
 from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
-from commlens.tap import torch_offers
+from commlens.tap import recorder_dumps
 from commlens.tap.groups import Groups, LiveGroup, named_dims
 from commlens.tap.interned_args import reduce_op_name
 from commlens.tracing.attribution.op_names import counted_packet
@@ -183,7 +183,9 @@ _MS = 1_000_000
 
 def entries() -> list[dict[str, Any]]:
     """Return the entries of torch's recorders; none if this torch has none, or none is on."""
-    recorders = torch_offers.read_recorders(entries=True, backends=torch_offers.hooked_backends())
+    recorders = recorder_dumps.read_recorders(
+        entries=True, backends=recorder_dumps.hooked_backends()
+    )
     found = (content.get("entries") for content in recorders)
     return [entry for entries in found if isinstance(entries, list) for entry in entries]
 

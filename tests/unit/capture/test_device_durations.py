@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from commlens.blackbox import layout as L
 from commlens.capture import device_durations, torch_progress
 from commlens.capture.device_durations import EVERY_NS, DeviceDurations
-from commlens.tap import torch_offers
+from commlens.tap import recorder_dumps
 
 
 class Rank:
@@ -121,7 +121,7 @@ def test_entries_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
         entry("coalesced", 3, 2),
         entry("ALLGATHER_coalesced", 4, 2),
     ]
-    monkeypatch.setattr(torch_offers, "nccl_entries", lambda: entries)
+    monkeypatch.setattr(recorder_dumps, "nccl_entries", lambda: entries)
     known = torch_progress.durations()["0"]
     assert known["alone", 3] == 10_000 and known["send", 1] == known["batch", 2] == 9_000
     assert known["coalesced", 4] == 19_000 and ("recv", 2) not in known
@@ -171,5 +171,5 @@ def test_the_entries_of_another_form_tell_nothing(monkeypatch: pytest.MonkeyPatc
         ([{**entry, "pg_id": 3}], {}),
         ([3], {}),
     ):
-        monkeypatch.setattr(torch_offers, "nccl_entries", lambda entries=entries: entries)
+        monkeypatch.setattr(recorder_dumps, "nccl_entries", lambda entries=entries: entries)
         assert torch_progress.durations() == found

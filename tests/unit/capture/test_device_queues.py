@@ -162,7 +162,7 @@ class Hooked:
             self.queues.add(token)
         made = [self.entry(at, one, len(entries)) for at, one in enumerate(entries)]
         monkeypatch.setattr(
-            torch_progress.torch_offers,
+            torch_progress.recorder_dumps,
             "read_recorder",
             lambda name: {"entries": made} if name == "nccl2" else {},
         )

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 import torch.distributed as dist
 
-from commlens.tap.backends import Backend, backend_of, completion_of
+from commlens.tap.backends import Backend, backend_of, completion_by_class, completion_of
 
 
 def of(**attributes: Any) -> Backend:
@@ -64,3 +64,7 @@ def test_of_a_class_hooks_are_assumed_if_nothing_else_tells() -> None:
         "hooks",
         "unknown",
     ]
+
+
+def test_the_backends_of_this_torch() -> None:
+    assert completion_by_class()["ProcessGroupGloo"] == "call"

@@ -1,5 +1,4 @@
-"""Read torch's own recorders of collectives, and list the other interfaces that show whether a
-collective is complete: hooks, ids and futures.
+"""Read torch's own recorders of collectives.
 
 Versions of torch and its backends differ. So we inspect the objects themselves, and conclude
 nothing from a backend's name:
@@ -8,10 +7,6 @@ nothing from a backend's name:
   is in every build, and reads another recorder, which gloo and other backends share. In 2.15 it
   accepts the name of a backend that has a recorder of its own.
 * The recorder is off by default until about torch 2.10.
-* NCCL's backend object has an ``uid``, the key of its status in a dump (2.8); gloo's has none
-  (2.13), nor has that of the NCCL backend that is the default from 2.15 on, which has completion
-  hooks.
-* ``ProcessGroup`` has hooks before and after each collective from 2.14 on.
 
 Tried on 2.13.0; the rest is from torch's sources. Importing this module does not import torch.
 """
@@ -26,11 +21,9 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 _JSON_DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-_DEFAULT_SIZE: Final = re.compile(r"max_entries_\s*=\s*getCvarInt\(\s*\{([^}]*)\},\s*(\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -138,51 +131,6 @@ def hooked_backends() -> set[str]:
     }
 
 
-@dataclass(frozen=True)
-class Offers:
-    """The interfaces of this torch that show whether a collective is complete, for ``commlens
-    doctor``.
-    """
-
-    dumps: tuple[str, ...]  # names of the dump functions
-    takes_backend: bool  # whether one of them takes a backend's name
-    completion: dict[str, str]  # by name of a backend's class, as commlens.tap.backends decides
-    hooks: tuple[str, ...]  # names of ProcessGroup's methods that register hooks around collectives
-    future_result: bool  # whether a Work has ``get_future_result``
-    default_entries: int | None  # size of the recorder if no variable is set; 0: off; None: unknown
-    # environment variables that set the size, the one with precedence first; empty: unknown
-    variables: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=1)
-def offers() -> Offers:
-    """Inspect this torch. Do not call this in a rank: it reads one of torch's header files."""
-    import torch._C._distributed_c10d as c10d
-
-    from commlens.tap.backends import completion_of
-
-    default_entries, variables = _default_size()
-    return Offers(
-        dumps=tuple(dump.name for dump in dumps()),
-        takes_backend=any("backend" in dump.keywords for dump in dumps()),
-        completion={
-            name: completion_of(value)
-            for name, value in sorted(vars(c10d).items())
-            if name.startswith("ProcessGroup")
-            and isinstance(value, type)
-            and issubclass(value, c10d.Backend)
-        },
-        hooks=tuple(
-            name
-            for name in dir(c10d.ProcessGroup)
-            if re.search(r"(pre|post)_?hook", name, re.IGNORECASE)
-        ),
-        future_result=hasattr(c10d.Work, "get_future_result"),
-        default_entries=default_entries,
-        variables=variables,
-    )
-
-
 @functools.lru_cache(maxsize=16)
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's parameters. pybind11 writes them into the first line of the
@@ -193,27 +141,3 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     with contextlib.suppress(TypeError, ValueError):
         found = found or list(inspect.signature(function).parameters)
     return frozenset(found)
-
-
-def _default_size() -> tuple[int | None, tuple[str, ...]]:
-    """Return the recorder's default size and the variables that set it, from the header that every
-    wheel of torch includes.
-    """
-    import torch
-
-    header = (
-        Path(torch.__file__).parent
-        / "include"
-        / "torch"
-        / "csrc"
-        / "distributed"
-        / "c10d"
-        / "FlightRecorder.hpp"
-    )
-    try:
-        found = _DEFAULT_SIZE.search(header.read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    if found is None:
-        return None, ()
-    return int(found[2]), tuple(re.findall(r'"(\w+)"', found[1]))

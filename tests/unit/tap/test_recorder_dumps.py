@@ -1,25 +1,18 @@
-"""What torch's versions offer to learn from, asked of the objects."""
+"""The recorders of torch, whose interfaces differ between its versions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from commlens.tap import torch_offers
+from commlens.tap import recorder_dumps
 
 Content = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    torch_offers.offers.cache_clear()
-    yield
-    torch_offers.offers.cache_clear()
 
 
 def dump_of(
@@ -53,24 +46,14 @@ def status(of: str) -> Content:
 
 
 def test_the_installed_torch() -> None:
-    import torch
-
-    offers = torch_offers.offers()
-    assert offers.dumps, (
-        "every torch since 2.8 has a dump function, and so has every build with NCCL"
-    )
-    assert [
-        dump.keywords & {"includeCollectives", "onlyActive"} for dump in torch_offers.dumps()
-    ] == [{"includeCollectives", "onlyActive"} for _ in offers.dumps]
-    assert offers.future_result == hasattr(torch._C._distributed_c10d.Work, "get_future_result")
-    assert offers.default_entries in (0, 2000)
-    assert any("BUFFER_SIZE" in name for name in offers.variables)
+    dumps = recorder_dumps.dumps()
+    assert dumps, "every torch since 2.8 has a dump function, and so has every build with NCCL"
+    assert all({"includeCollectives", "onlyActive"} <= dump.keywords for dump in dumps)
 
 
 def test_a_torch_of_2_6_for_cpu_has_no_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_with(monkeypatch)
-    assert torch_offers.dumps() == () and list(torch_offers.read_recorders(entries=True)) == []
-    assert torch_offers.offers().dumps == ()
+    assert recorder_dumps.dumps() == () and list(recorder_dumps.read_recorders(entries=True)) == []
 
 
 def test_ncc_and_the_others_have_a_recorder_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,11 +65,10 @@ def test_ncc_and_the_others_have_a_recorder_each(monkeypatch: pytest.MonkeyPatch
         ),
         _dump_fr_trace_json=dump_of(lambda given: status("gloo"), "_dump_fr_trace_json", *usual),
     )
-    assert list(torch_offers.read_recorders(entries=False, backends=["x"])) == [
+    assert list(recorder_dumps.read_recorders(entries=False, backends=["x"])) == [
         status("nccl"),
         status("gloo"),
     ]
-    assert not torch_offers.offers().takes_backend
 
 
 def test_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +89,11 @@ def test_a_recorder_for_each_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     }
     torch_with(monkeypatch, **both)
-    assert list(torch_offers.read_recorders(entries=False)) == [status("gloo")]
-    assert list(torch_offers.read_recorders(entries=False, backends=["nccl2", "gloo"])) == [
+    assert list(recorder_dumps.read_recorders(entries=False)) == [status("gloo")]
+    assert list(recorder_dumps.read_recorders(entries=False, backends=["nccl2", "gloo"])) == [
         status("gloo"),
         status("nccl2"),
     ]
-    assert torch_offers.offers().takes_backend
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{", b"null"])
@@ -121,7 +102,7 @@ def test_an_answer_of_another_form_is_none(monkeypatch: pytest.MonkeyPatch, answ
         return answer
 
     torch_with(monkeypatch, _dump_fr_trace_json=dump)
-    assert list(torch_offers.read_recorders(entries=True)) == []
+    assert list(recorder_dumps.read_recorders(entries=True)) == []
 
 
 def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +118,7 @@ def test_only_what_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None
             note, "_dump_fr_trace_json", "includeCollectives", "onlyActive", "later"
         ),
     )
-    list(torch_offers.read_recorders(entries=False))
+    list(recorder_dumps.read_recorders(entries=False))
     assert seen == [{"includeCollectives": False, "onlyActive": False}]
 
 
@@ -149,5 +130,5 @@ def test_a_function_written_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
         return b"{}"
 
     torch_with(monkeypatch, _dump_nccl_trace_json=dump)
-    list(torch_offers.read_recorders(entries=False, only_active=True))
+    list(recorder_dumps.read_recorders(entries=False, only_active=True))
     assert seen == [(False, True)]
