@@ -191,10 +191,6 @@ class BoxReader:
         blob = self.side.blob(position, TextJson) or self.side.blob(position, ExceptionJson)
         return blob.text if blob is not None else None
 
-    def _error(self, position: int) -> str:
-        """Return the error of a failed collective."""
-        return (self.text(position) or "an error whose text is lost")[:_TEXT_MAX]
-
     def frames(self, found: tuple[FrameJson, ...]) -> Stack:
         """Return frames with their kinds."""
         return tuple(
@@ -494,7 +490,9 @@ class BoxReader:
         entered_ns, returned_ns, began_ns, ended_ns, done_ns = (
             _moment(word, tag, ticks, announced_ns) for word in record[_LIFE_AT : _LIFE_AT + 5]
         )
-        outcome, failure, asked, duration = (_value(word, tag) for word in record[_LIFE_AT + 5 :])
+        outcome, failure, asked, duration = (
+            word >> 16 if word & L.TAG_MASK == tag else 0 for word in record[_LIFE_AT + 5 :]
+        )
         if flags & L.FLAG_ENTERED:
             entered_ns = announced_ns
         # one life word has two meanings: a reduce op, or the rank whose message was received
@@ -506,6 +504,7 @@ class BoxReader:
         state = _OUTCOME_STATES.get(result, State.UNKNOWN)
         if result == L.OUTCOME_NONE:
             state = State.ISSUED if entered_ns else State.ANNOUNCED
+        error = self.text(failure) or "an error whose text is lost"
         return Collective(
             index=announced.record_index,
             channel=channel,
@@ -528,7 +527,7 @@ class BoxReader:
             coalescing_id=min(announced.coalescing_id, INT_MAX),
             coalesced_members=announced.members if flags & L.FLAG_COALESCED_END else 0,
             duration_ns=duration * L.TICK_NS if duration else None,
-            error=self._error(failure) if state is State.FAILED else None,
+            error=error[:_TEXT_MAX] if state is State.FAILED else None,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=self.text(announced.module),
             captured=bool(flags & L.FLAG_CAPTURE),
@@ -578,8 +577,3 @@ def _moment(word: int, own: int, ticks: int, announced_ns: int) -> int:
         # Before the announcement: written for an older record whose index ends in the same 16 bits.
         return 0
     return min(announced_ns + passed * L.TICK_NS, INT_MAX)
-
-
-def _value(word: int, own: int) -> int:
-    """Return the value in a life word of the record whose tag is ``own``; 0 if it has none."""
-    return word >> 16 if word & L.TAG_MASK == own else 0

@@ -99,7 +99,12 @@ class Feed:
         used = min(self.board.word(B.USED), B.CHANNELS)
         head = self.board.word(B.HEAD)
         if head != self._head:
-            yield from self._blobs(max(self._head, head - B.BLOBS_SIZE), head)
+            begin = max(self._head, head - B.BLOBS_SIZE)
+            while begin < head:  # in two pieces around the end of the ring
+                at = begin % B.BLOBS_SIZE
+                size = min(head - begin, B.BLOBS_SIZE - at)
+                yield B.BLOBS_AT + at, self.board.map[B.BLOBS_AT + at : B.BLOBS_AT + at + size]
+                begin += size
             yield B.HEAD, _U64.pack(head)
             self._head = head
         if used == self._used:
@@ -115,13 +120,6 @@ class Feed:
                 self._inside[slot] = b""
         self._used = used
         yield B.USED, _U64.pack(used)
-
-    def _blobs(self, begin: int, end: int) -> Iterator[Write]:
-        while begin < end:
-            at = begin % B.BLOBS_SIZE
-            size = min(end - begin, B.BLOBS_SIZE - at)
-            yield B.BLOBS_AT + at, self.board.map[B.BLOBS_AT + at : B.BLOBS_AT + at + size]
-            begin += size
 
     def _announcements(self, slot: int, known: int, last: int) -> list[Write]:
         self._last[slot] = last

@@ -399,7 +399,7 @@ class CompletionTracker:
         it, which lives as long as the user's own handle. Once the user drops that handle without a
         wait, the state cannot be learned any more.
         """
-        oldest: Token | None = None
+        left: list[Token] = []
         now = _monotonic()
         self.newest_message.clear()  # it would keep tensors alive
         for work, token in list(self.in_flight.items()):
@@ -409,11 +409,11 @@ class CompletionTracker:
             elif _is_completed(work):
                 self._completed(work, token, L.HOW_POLL)
                 continue
-            oldest = _older(oldest, token)
+            left.append(token)
         work = None  # the loop's variable must not keep the last one alive
         for thread, token in list(self.synchronous.items()):
             if token.waiting:
-                oldest = _older(oldest, token)
+                left.append(token)
             elif (
                 now - token.since > _HOLD_WEAKLY_AFTER_NS
                 and self.synchronous.pop(thread, None) is token
@@ -426,16 +426,14 @@ class CompletionTracker:
             if self.overwritten(index):
                 self.weakly_held.pop(index, None)
                 self._forget_pointers(token)
-            elif token.waiting:
-                oldest = _older(oldest, token)
-            elif token.work_ref() is None and not token.unknown:
+            elif not token.waiting and token.work_ref() is None and not token.unknown:
                 token.unknown = True
                 self.writer.mark_outcome(
                     token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
                 )
-            elif not token.unknown:
-                oldest = _older(oldest, token)
-        return oldest
+            elif token.waiting or not token.unknown:
+                left.append(token)
+        return min(left, key=lambda token: token.index, default=None)
 
     def held(self) -> int:
         """Return how many Works are held and outputs remembered."""
@@ -467,10 +465,6 @@ class CompletionTracker:
                     type(error).__name__,
                     error,
                 )
-
-
-def _older(oldest: Token | None, token: Token) -> Token:
-    return token if oldest is None or token.index < oldest.index else oldest
 
 
 def _is_over(work: Any) -> bool:

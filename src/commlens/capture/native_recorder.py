@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from commlens import native as native_engine
@@ -97,13 +98,6 @@ class NativeGroups(Groups):
         """Describe a channel anew: its group got another name."""
         super().renamed(channel)
         self._engine.renamed(channel)
-
-
-class _ReduceOp:
-    """A reduce op in the form in which a verifier reads it."""
-
-    def __init__(self, code: int) -> None:
-        self.op = code
 
 
 class NativeRecorder(Recorder):
@@ -233,7 +227,9 @@ class NativeRecorder(Recorder):
         try:
             # the frame is None in a C++ thread
             frame = sys._getframe().f_back
-            verifier.before_issue(token, frame, _ReduceOp(reduce_op) if reduce_op >= 0 else None)
+            # in the form in which a verifier reads it
+            boxed = SimpleNamespace(op=reduce_op) if reduce_op >= 0 else None
+            verifier.before_issue(token, frame, boxed)
         except BaseException as error:
             self.withdraw(token)
             self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)

@@ -226,8 +226,8 @@ class Recording:
             safely(self._dump_on_signal, self.settings.dump_signal)
 
     def _dump_on_signal(self, name: str) -> None:
-        """Dump on a signal, ``"SIGUSR2"`` or ``"USR2"``, and then do what the signal did before."""
-        number = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
+        """Dump on a signal, ``"SIGUSR2"``, and then do what the signal did before."""
+        number = signal.Signals[name]
         previous = signal.getsignal(number)
 
         def handler(signum: int, frame: Any) -> None:

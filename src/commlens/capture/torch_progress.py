@@ -37,9 +37,9 @@ class InFlight(NamedTuple):
     numbering.
     """
 
-    alone: frozenset[int]
-    coalesced: frozenset[int]
-    started: frozenset[int]
+    alone: set[int]
+    coalesced: set[int]
+    started: set[int]
 
 
 def statuses() -> dict[str, Status]:
@@ -69,27 +69,22 @@ def in_flight() -> dict[str, InFlight] | None:
     for answer in recorder_dumps.read_recorders(entries=True, only_active=True):
         if "pg_status" not in answer:
             continue
-        found: dict[str, tuple[set[int], set[int], set[int]]] = {
-            uid: (set(), set(), set()) for uid in answer["pg_status"]
-        }
+        found = {uid: InFlight(set(), set(), set()) for uid in answer["pg_status"]}
         try:
             for entry in answer.get("entries", []):
                 if entry["is_p2p"]:
                     continue
-                alone, coalesced, started = found.setdefault(
-                    str(entry["pg_id"]), (set(), set(), set())
-                )
+                known = found.setdefault(str(entry["pg_id"]), InFlight(set(), set(), set()))
                 number = int(entry["collective_seq_id"])
                 # The record that closes a coalesced group. It also closes a batch of messages, with
                 # the number of the last collective.
-                (coalesced if str(entry["profiling_name"]).endswith("coalesced") else alone).add(
-                    number
-                )
+                closes = str(entry["profiling_name"]).endswith("coalesced")
+                (known.coalesced if closes else known.alone).add(number)
                 if entry["state"] == "started":
-                    started.add(number)
+                    known.started.add(number)
         except Exception:
             continue
-        return {uid: InFlight(*map(frozenset, numbers)) for uid, numbers in found.items()}
+        return found
     return None
 
 

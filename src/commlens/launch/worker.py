@@ -117,8 +117,10 @@ def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
 
 def execute(program: Sequence[str], *, module: bool) -> None:
     """Run a program as ``__main__`` in this interpreter. Its exceptions pass through."""
+    sys.argv = list(program)
     if module:
-        _run_module(program)
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
         _run_script(program)
 
@@ -169,7 +171,6 @@ def _run_script(program: Sequence[str]) -> None:
     it up there.
     """
     path = Path(program[0])
-    sys.argv = list(program)
     if path.is_dir() or path.suffix in (".zip", ".pyz"):
         sys.path[0] = str(path)
         runpy.run_path(str(path), run_name="__main__")
@@ -189,10 +190,3 @@ def _run_script(program: Sequence[str]) -> None:
         namespace["__annotations__"] = {}
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec", dont_inherit=True), namespace)
-
-
-def _run_module(program: Sequence[str]) -> None:
-    """Do what ``python -m module args`` does, in this interpreter."""
-    sys.argv = list(program)
-    sys.path[0] = str(Path.cwd())
-    runpy.run_module(program[0], run_name="__main__", alter_sys=True)
