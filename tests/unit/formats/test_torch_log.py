@@ -382,3 +382,15 @@ PARTS = [
 def test_any_text_is_read(parts):
     for rows in read_torch_log(io.BytesIO("".join(parts).encode("utf-8", "surrogateescape")), "x"):
         assert reduce_all([rows])[0].source == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[E1122 07:21:08 ProcessGroupNCCL.cpp:632] [Rank 1] last words", "last words"),
+        ("last words of ranks [0, 2]", "last words of ranks [0, 2]"),
+        ("[c10d] cannot connect to [::1]:29500", "cannot connect to [::1]:29500"),
+    ],
+)
+def test_only_the_head_of_a_line_is_left_out(text: str, expected: str):
+    assert lines.without_head(text) == expected

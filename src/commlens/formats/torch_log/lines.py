@@ -324,7 +324,8 @@ _HEAD: Final = re.compile(r"(?:\[[^\]]{0,200}\] ?){1,8}")
 
 def without_head(text: str) -> str:
     """Return a C++ line without ``[E1122 07:21:08 ProcessGroupNCCL.cpp:632] [Rank 1] ``."""
-    return _HEAD.sub("", text, count=1)
+    head = _HEAD.match(text)
+    return text[head.end() :] if head is not None else text
 
 
 # --- other lines
