@@ -183,17 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommlensError as error:
         print(f"commlens: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
-    except BrokenPipeError:
-        if _runs_user_code(arguments):
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        if any(entry.runs_user_code and entry.name in arguments[:1] for entry in COMMANDS):
             raise
+        if isinstance(error, KeyboardInterrupt):
+            return 130
         # The reader (`| head`) has closed the pipe. Without this, Python would complain again when
         # it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:
-        if _runs_user_code(arguments):
-            raise
-        return 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -287,12 +285,6 @@ def _entry(verb: str) -> Entry:
     raise CommandError(
         f"commlens {what} {verb!r}."
         + (did_you_mean(verb, names) or f" The commands are {', '.join(names)}.")
-    )
-
-
-def _runs_user_code(arguments: list[str]) -> bool:
-    return bool(arguments) and any(
-        entry.runs_user_code and entry.name == arguments[0] for entry in COMMANDS
     )
 
 

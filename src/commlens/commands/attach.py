@@ -10,13 +10,16 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
-from commlens.commands.verdict_output import add_json
+from commlens.commands.verdict_output import add_json, show_verdict
+from commlens.config import load_settings
 from commlens.errors import CommandError, EvidenceError
+from commlens.text import INLINE_CODE, naming_worlds
 
 if TYPE_CHECKING:
     from commlens.model.health import NodeHealth
     from commlens.model.ranklog import RankLog
     from commlens.model.verdict import Verdict
+    from commlens.model.worlds import Worlds
     from commlens.outside.find_ranks import FoundWorld
     from commlens.outside.sample import HostSamples
 
@@ -90,7 +93,9 @@ class AttachCommand:
             with working(f"Looking at the ranks for {arguments.window:g} s"):
                 hosts = _look_everywhere(arguments)
                 verdict = judge_with_dumps(hosts)
-        _show(arguments, hosts, verdict)
+        show_verdict(verdict, as_json=arguments.json)
+        if hosts and not arguments.json and (arguments.stacks or arguments.native):
+            _print_stacks(hosts, verdict.worlds, whole=arguments.native)
         return exit_status(verdict)
 
 
@@ -120,27 +125,21 @@ def _look_everywhere(arguments: argparse.Namespace) -> list[HostSamples]:
             look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
         )
         hosts = _look_here(worlds, arguments) if worlds else []
-        hosts += [host for host in elsewhere.result() if not _is_among(host, hosts)]
+        here = {(host.host, sample.log.pid) for host in hosts for sample in host.samples}
+        for host in elsewhere.result():
+            # a machine that was named may be this one: its ranks are known already
+            if here.isdisjoint((host.host, sample.log.pid) for sample in host.samples):
+                hosts.append(host)
     if not any(host.samples for host in hosts):
         notes = " ".join(note for host in hosts for note in host.notes)
         raise EvidenceError(f"No rank was found on {', '.join(names)}. {notes or refused}")
     return hosts
 
 
-def _is_among(host: HostSamples, known: list[HostSamples]) -> bool:
-    """Return whether a machine that was named is this one: its ranks are known already."""
-    pids = {sample.log.pid for sample in host.samples}
-    return any(
-        host.host == each.host and any(sample.log.pid in pids for sample in each.samples)
-        for each in known
-    )
-
-
 def _of_black_boxes(worlds: Sequence[FoundWorld]) -> Verdict | None:
     """Return the verdict of a job that is recorded after all; None if not all ranks of its first
     world here are recorded.
     """
-    from commlens.config import load_settings
     from commlens.diagnosis.examine import diagnose_logs
     from commlens.watch.jobs import find_jobs
     from commlens.watch.other_worlds import with_other_worlds
@@ -172,7 +171,6 @@ def _name_elsewhere(here: Sequence[FoundWorld], wanted: str) -> str:
         wanted: by what the user named the job.
     """
     from commlens.processes.process import script_of
-    from commlens.text import INLINE_CODE
 
     if not wanted.isdecimal():
         return wanted
@@ -211,7 +209,6 @@ def _watching_hardware(
     """Watch this node's hardware meanwhile. Yields a function that returns the findings, for the
     logs of this node's ranks; None if the settings switch that off.
     """
-    from commlens.config import load_settings
     from commlens.outside.hardware import look_at_hardware
     from commlens.watch.node_health import root_of, topology_of
 
@@ -221,21 +218,10 @@ def _watching_hardware(
     return look_at_hardware(worlds, root_of(settings), topology_of(settings))
 
 
-def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verdict) -> None:
-    if arguments.json:
-        from commlens.reports.json_report import print_json
+def _print_stacks(hosts: list[HostSamples], worlds: Worlds, *, whole: bool) -> None:
+    from commlens.outside.seen import SeenJob
+    from commlens.reports.stacks_terminal import merge_stacks, print_classes
 
-        print_json(verdict)
-        return
-    from commlens.reports.terminal import print_verdict
-
-    print_verdict(verdict)
-    if hosts and (arguments.stacks or arguments.native):
-        from commlens.outside.seen import SeenJob
-        from commlens.reports.stacks_terminal import merge_stacks, print_classes
-        from commlens.text import naming_worlds
-
-        print()
-        with naming_worlds(verdict.worlds):
-            classes = merge_stacks([sample.log for sample in SeenJob(hosts).samples])
-            print_classes(classes, whole=arguments.native)
+    print()
+    with naming_worlds(worlds):
+        print_classes(merge_stacks([each.log for each in SeenJob(hosts).samples]), whole=whole)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
+from commlens.commands.progress import working
 from commlens.errors import require_torch
 
 
@@ -35,21 +35,8 @@ class BuildNativeCommand:
 
         directory = Path(arguments.output).expanduser() if arguments.output else None
         began = time.monotonic()
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            with Console(stderr=True).status(
-                "Building the native engine: usually 30 to 60 s"
-            ) as shown:
-                made, new = build.build(
-                    directory,
-                    force=arguments.force,
-                    progress=lambda step: shown.update(
-                        f"Building the native engine, usually 30 to 60 s: {step}"
-                    ),
-                )
-        else:
-            made, new = build.build(directory, force=arguments.force)
+        with working("Building the native engine, usually 30 to 60 s") as progress:
+            made, new = build.build(directory, force=arguments.force, progress=progress)
         target = f"torch {made.about['for']['torch']} and Python {made.about['for']['python']}"
         if new:
             print(

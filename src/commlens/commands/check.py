@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands import add_program, program_of
-from commlens.commands.verdict_output import add_html, add_json, write_page
+from commlens.commands.verdict_output import add_html, add_json, show_verdict, write_page
 from commlens.errors import CommandError, needs_torch
 from commlens.text import printable
 
@@ -111,14 +111,8 @@ class CheckCommand:
                 raise CommandError(f"{option} must be more than 0, not {value}.")
         checked, outputs = _check(program, arguments)
         verdict = checked.verdict
-        if arguments.json:
-            from commlens.reports.json_report import print_json
-
-            print_json(verdict)
-        else:
-            from commlens.reports.terminal import print_verdict
-
-            print_verdict(verdict)
+        show_verdict(verdict, as_json=arguments.json)
+        if not arguments.json:
             _print_output(checked, outputs)
         _write(checked, arguments, program[0])
         status = exit_status(verdict)
@@ -159,15 +153,11 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
 
 def _print_output(checked: Checked, outputs: dict[int, str]) -> None:
     """Print the end of the output of a rank that failed."""
-    failed = [
-        rank
-        for rank, state in checked.outcome.ranks.items()
-        if state.sequence.exception or state.sequence.problem
-    ]
-    rank = next((rank for rank in failed if outputs.get(rank)), None)
-    if rank is not None:
-        lines = outputs[rank].rstrip().splitlines()[-_OUTPUT_LINES:]
-        print(f"\nThe last lines of rank {rank}'s output:", *lines, sep="\n  ", file=sys.stderr)
+    for rank, state in checked.outcome.ranks.items():
+        if outputs.get(rank) and (state.sequence.exception or state.sequence.problem):
+            lines = outputs[rank].rstrip().splitlines()[-_OUTPUT_LINES:]
+            print(f"\nThe last lines of rank {rank}'s output:", *lines, sep="\n  ", file=sys.stderr)
+            return
 
 
 def _write(checked: Checked, arguments: argparse.Namespace, program: str) -> None:

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commlens.atomic_write import write_whole
+from commlens.commands.progress import working
 from commlens.errors import CommandError
+from commlens.reports.json_report import print_json
 from commlens.text import printable
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ class CompareCommand:
         from commlens.dumps.discover import discover
 
         found = [discover([path]) for path in (arguments.before, arguments.after)]
-        are_dumps = [_holds_dumps(files) for files in found]
+        are_dumps = [files.holds_dumps for files in found]
         if all(are_dumps):
             if arguments.html:
                 raise CommandError(
@@ -70,7 +73,6 @@ class CompareCommand:
             raise CommandError(
                 f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces."
             )
-        from commlens.commands.progress import working
         from commlens.traces.diff_ranks import compare_page, compare_ranks
         from commlens.traces.files import read_ranks
 
@@ -79,8 +81,6 @@ class CompareCommand:
             comparison = compare_ranks(before.ranks, after.ranks)
         comparison.notes += [*before.notes, *after.notes]
         if arguments.html:
-            from commlens.atomic_write import write_whole
-
             page = compare_page(
                 before.ranks,
                 after.ranks,
@@ -88,28 +88,17 @@ class CompareCommand:
                 names=(printable(arguments.before), printable(arguments.after)),
             )
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
+            print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         if arguments.json:
-            from commlens.reports.json_report import print_json
-
             print_json(comparison)
         else:
             from commlens.reports.trace_terminal import print_comparison
 
             print_comparison(comparison)
-        if arguments.html:
-            print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return EXIT_CHANGED if comparison else EXIT_SAME
 
 
-def _holds_dumps(found: DumpFiles) -> bool:
-    """Check for black boxes or another tool's dumps. Traces are neither."""
-    from commlens.dumps.detect import TEXT
-
-    return bool(found.own) or any(name != TEXT.name for name in found.kinds)
-
-
 def _compare_dumps(found: list[DumpFiles], names: tuple[str, str], *, json: bool) -> int:
-    from commlens.commands.progress import working
     from commlens.diagnosis.views.dump_diff import (
         compare_positions,
         other_job,
@@ -133,8 +122,6 @@ def _compare_dumps(found: list[DumpFiles], names: tuple[str, str], *, json: bool
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if json:
-        from commlens.reports.json_report import print_json
-
         print_json(movement)
     else:
         from commlens.reports.trace_terminal import print_differences

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commlens.atomic_write import replacing, write_whole
+from commlens.commands.progress import working
 from commlens.commands.selecting import add_selection, group_names
 from commlens.errors import CommandError, EvidenceError, OutputError
 
@@ -45,7 +47,6 @@ class ConvertCommand:
         add_selection(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from commlens.commands.progress import working
         from commlens.dumps.discover import discover
         from commlens.dumps.parallel import read_ranks
 
@@ -115,25 +116,16 @@ def _check_target(target: Path, in_folder: bool, force: bool) -> None:
 def _write_folder(
     several: Iterator[RankColumns], target: Path, to: str, problems: list[str]
 ) -> None:
-    from commlens.atomic_write import write_whole
-    from commlens.reports.converted import flight_recorder
+    from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
+    make, ending = (to_pickle, "") if to == "fr-pickle" else (to_json, ".json")
     for rows in several:
-        if to == "fr-pickle":  # the name that torchfrtrace expects
-            write_whole(
-                target / f"nccl_trace_rank_{rows.rank}", flight_recorder.to_pickle(rows, problems)
-            )
-        else:
-            write_whole(
-                target / f"nccl_trace_rank_{rows.rank}.json",
-                flight_recorder.to_json(rows, problems),
-            )
+        # the name that torchfrtrace expects
+        write_whole(target / f"nccl_trace_rank_{rows.rank}{ending}", make(rows, problems))
 
 
 def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
     """Write to a temporary file next to the target, which replaces the target if nothing fails."""
-    from commlens.atomic_write import replacing
-
     with replacing(target) as temporary:
         if to == "parquet":
             from commlens.reports.converted.table import write_parquet
@@ -143,9 +135,5 @@ def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
         from commlens.reports.converted.perfetto import to_perfetto
         from commlens.reports.converted.table import to_csv
 
-        make: Callable[[Iterator[RankColumns]], Iterator[bytes]] = (
-            to_perfetto if to == "perfetto" else to_csv
-        )
         with temporary.open("wb") as file:
-            for piece in make(several):
-                file.write(piece)
+            file.writelines(to_perfetto(several) if to == "perfetto" else to_csv(several))

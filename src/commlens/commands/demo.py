@@ -11,9 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from commlens import helper_process
 from commlens.commands.table import print_table
@@ -124,46 +123,42 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
     """Run a scenario under ``commlens launch`` until it ends, show its output, and return the exit
     status.
     """
-    command = [sys.executable, "-m", "commlens", "launch"]
-    command += [
-        "--stall-timeout",
-        str(stall_timeout),
-        "--abort-on",
-        "stall",
-        "--dump-dir",
-        str(dump_dir),
+    command = [
+        *(sys.executable, "-m", "commlens", "launch"),
+        *("--stall-timeout", str(stall_timeout), "--abort-on", "stall"),
+        *("--dump-dir", str(dump_dir), "--nproc-per-node", str(world_size)),
+        *("-m", scenario.package, scenario.name),
     ]
-    command += ["--nproc-per-node", str(world_size), "-m", scenario.package, scenario.name]
     environment = {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "COMMLENS_AUTO_BUILD": "0",
         "PYTHONPATH": helper_process.python_path(),
     }
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.stdout.isatty():  # the launcher's output passes through a pipe
         environment.update(FORCE_COLOR="1", COLUMNS=str(shutil.get_terminal_size().columns))
-    piped: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-    }
-    with (
-        subprocess.Popen(
-            command, env=environment, text=True, errors="replace", start_new_session=True, **piped
-        ) as process,
-        _ended_with_this_process(process),
-    ):
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
         too_long = threading.Timer(TIMEOUT_S, _end, [process])
-        too_long.start()
         try:
+            too_long.start()
             assert process.stdout is not None
             left_out = show(process.stdout)
             status = process.wait()
         finally:
             in_time = too_long.is_alive()
             too_long.cancel()
+            _end(process)  # leaves no process of the job behind, even after Ctrl-C
     if not in_time:
         raise CommandError(
             f"The job did not end within {TIMEOUT_S:.0f} s, so it was killed.", exit_code=1
@@ -188,15 +183,6 @@ def show(lines: Iterable[str]) -> int:
         sys.stdout.write(line)
         sys.stdout.flush()
     return left_out
-
-
-@contextlib.contextmanager
-def _ended_with_this_process(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leave no process of the job behind, even after Ctrl-C."""
-    try:
-        yield
-    finally:
-        _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -10,9 +10,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commlens.commands.progress import ProgressBar
 from commlens.commands.selecting import add_selection, group_names
-from commlens.commands.verdict_output import add_html, add_json, write_page
+from commlens.commands.table import print_table
+from commlens.commands.verdict_output import add_html, add_json, show_verdict, write_page
 from commlens.errors import CommandError
+from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase, utc
 
 if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
@@ -102,7 +105,6 @@ class DiagnoseCommand:
                 "--since only selects what --slow shows: give --slow, too. The verdict always uses"
                 " all evidence."
             )
-        from commlens.commands.progress import ProgressBar
         from commlens.diagnosis.api import examine_paths
         from commlens.dumps.sources import name_paths
 
@@ -119,18 +121,11 @@ class DiagnoseCommand:
                 inventory=inventory,
             )
         verdict = examined.verdict
-        if arguments.json:
-            from commlens.reports.json_report import print_json
-
-            print_json(verdict)
-        else:
-            from commlens.reports.terminal import print_verdict
-
-            print_verdict(verdict)
-            if arguments.slow:
-                _print_pace(examined, arguments.since)
-            if side_by_side:
-                _print_entries(arguments, paths, examined)
+        show_verdict(verdict, as_json=arguments.json)
+        if arguments.slow:
+            _print_pace(examined, arguments.since)
+        if side_by_side:
+            _print_entries(arguments, paths, examined)
         if arguments.html is not None:
             write_page(arguments.html, examined)
         return exit_status(verdict)
@@ -175,7 +170,6 @@ def exit_status(verdict: Verdict) -> int:
 
 def _logs_since(logs: list[RankLog], since: int | time | datetime) -> list[RankLog]:
     from commlens.speed import rhythm
-    from commlens.text import utc
 
     newest = [log.collectives[-1] for log in logs if log.collectives]
     found = rhythm.since(logs, since)
@@ -189,12 +183,10 @@ def _logs_since(logs: list[RankLog], since: int | time | datetime) -> list[RankL
 
 
 def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> None:
-    from commlens.commands.table import print_table
     from commlens.reports.step_table import change_words, period_words, rate_words
     from commlens.speed import pace, rhythm
     from commlens.speed.bandwidth import reached_rates
     from commlens.speed.device_times import timed_collectives
-    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
     all_logs = [view.log for _, view in sorted(examined.job.views.items())]
     logs = _logs_since(all_logs, since) if since is not None else all_logs

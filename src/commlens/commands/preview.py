@@ -132,7 +132,7 @@ def _preview(
     check_world(arguments.world_size, arguments.rank)
 
     def run_program() -> None:
-        with _FreshImports(program, arguments.module):
+        with _fresh_imports(program, arguments.module):
             worker.execute(program, module=arguments.module)
 
     runner = Preview(
@@ -164,25 +164,19 @@ def _preview(
     return trace, error
 
 
-class _FreshImports(contextlib.AbstractContextManager[None]):
-    """Removes the program's own modules afterwards, so that a run as another rank imports them
+@contextlib.contextmanager
+def _fresh_imports(program: list[str], is_module: bool) -> Iterator[None]:
+    """Remove the program's own modules afterwards, so that a run as another rank imports them
     again.
     """
-
-    def __init__(self, program: list[str], module: bool) -> None:
-        self._folder = str(Path.cwd() if module else Path(program[0]).resolve().parent)
-
-    def __enter__(self) -> None:
-        self._before = set(sys.modules)
-
-    def __exit__(self, *_: object) -> None:
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__file__", None) or ""
-            if (
-                name not in self._before
-                and file.startswith(self._folder)
-                and "site-packages" not in file
-            ):
+    folder = str(Path.cwd() if is_module else Path(program[0]).resolve().parent)
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in sys.modules.keys() - before:
+            file = getattr(sys.modules[name], "__file__", None) or ""
+            if file.startswith(folder) and "site-packages" not in file:
                 del sys.modules[name]
 
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.commands.naming_jobs import add_job
+from commlens.commands.progress import working
 from commlens.errors import CommandError, MissingDependency
+from commlens.reports.json_report import print_json
+from commlens.text import count, joined, naming_worlds
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
@@ -51,10 +54,8 @@ class StacksCommand:
         parser.add_argument("--json", action="store_true", help="print the classes as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from commlens.commands.progress import working
         from commlens.model.worlds import ONE_WORLD
         from commlens.reports.stacks_terminal import merge_stacks, print_classes
-        from commlens.text import count, joined, naming_worlds
 
         with working("Reading the ranks' stacks"):
             found = read_stacks(arguments.job, arguments.job_name, native=arguments.native)
@@ -65,8 +66,6 @@ class StacksCommand:
         if found.elsewhere is not None:
             classes = with_alike_ranks(classes, found.elsewhere)
         if arguments.json:
-            from commlens.reports.json_report import print_json
-
             print_json(classes)
             return 0
         script = (

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
+from commlens.commands.table import print_table
+from commlens.config import Settings, load_settings
 from commlens.errors import CommandError
+from commlens.reports.json_report import print_json
+from commlens.text import naming_worlds, sentence, used_columns
 
 if TYPE_CHECKING:
-    from commlens.config import Settings
     from commlens.diagnosis.views.status import JobStatus
 
 _JOBS_AT_ONCE = 16
@@ -49,10 +52,6 @@ class StatusCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from concurrent.futures import ThreadPoolExecutor
-
-        from commlens.config import load_settings
-        from commlens.reports.json_report import print_json
-        from commlens.text import naming_worlds
 
         if arguments.health and (arguments.json or arguments.step):
             raise CommandError("--health prints a table of its own: leave --json and --step out.")
@@ -92,10 +91,8 @@ class StatusCommand:
 
 
 def _show_steps(jobs: Sequence[Path], settings: Settings, *, as_json: bool) -> int:
-    from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import heading
     from commlens.dumps.save import dump_name
-    from commlens.reports.json_report import print_json
     from commlens.reports.step_table import step_table
     from commlens.speed.step_times import step_times
     from commlens.watch.node_health import HealthOfNode
@@ -133,10 +130,8 @@ def _status(job: Path, meeting_place: str) -> JobStatus:
 
 
 def _print(job: JobStatus, *, everything: bool) -> None:
-    from commlens.commands.table import print_table
     from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
     from commlens.diagnosis.words.whole_job import past_torch
-    from commlens.text import sentence, used_columns
 
     print(f"{job.heading}: {sentence(job.answer)}")
     for line in job.other_nodes:

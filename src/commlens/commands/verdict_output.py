@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commlens.reports.json_report import print_json
+
 if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
+    from commlens.model.verdict import Verdict
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +32,16 @@ def add_html(parser: argparse.ArgumentParser, about: str) -> None:
         metavar="FILE",
         help=f"also write the verdict as an HTML page, {about}",
     )
+
+
+def show_verdict(verdict: Verdict, *, as_json: bool) -> None:
+    """Print a verdict on the terminal or, with ``--json``, as JSON."""
+    if as_json:
+        print_json(verdict)
+        return
+    from commlens.reports.terminal import print_verdict
+
+    print_verdict(verdict)
 
 
 def write_page(file: Path, examined: ExaminedJob, *, has_times: bool = True) -> None:

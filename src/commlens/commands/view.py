@@ -7,13 +7,19 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from commlens.atomic_write import write_whole
+from commlens.commands.progress import working
 from commlens.errors import CommandError, CommlensError, FormatError
+from commlens.reports.json_report import print_json
 from commlens.text import printable, ranks_phrase, size
-
-if TYPE_CHECKING:
-    from commlens.traces.ranks import RankTraces
+from commlens.traces.fields import check_exists
+from commlens.traces.files import read_ranks
+from commlens.traces.network import PRESETS
+from commlens.traces.ranks import RankTraces
+from commlens.traces.trace import Trace
+from commlens.traces.wording import some_of
 
 _FILTERS = {
     "phase": "forward, backward, recomputation, optimizer, outside or unclassified",
@@ -42,8 +48,6 @@ class ViewCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        from commlens.traces.network import PRESETS
-
         parser.add_argument(
             "paths",
             nargs="*",
@@ -100,9 +104,6 @@ class ViewCommand:
         files.add_argument("--force", action="store_true", help="overwrite existing files")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from commlens.commands.progress import working
-        from commlens.traces.fields import check_exists
-
         if not arguments.paths:
             return _empty_viewer(arguments)
         ranks, notes = _read(arguments)
@@ -116,8 +117,7 @@ class ViewCommand:
             _print_note(_why_nothing_matches(ranks, chosen, wanted))
         self._write(chosen, arguments)
         if arguments.html:
-            with working("Writing the page"):
-                _write_page(chosen, notes, arguments)
+            _write_page(chosen, notes, arguments)
         if not nothing or arguments.json or arguments.ops or arguments.events:
             _print(chosen, arguments)
         return 0
@@ -134,8 +134,6 @@ class ViewCommand:
 
     @staticmethod
     def _write(ranks: RankTraces, arguments: argparse.Namespace) -> None:
-        from commlens.atomic_write import write_whole
-
         if arguments.csv:
             from commlens.reports.trace_csv import to_csv
             from commlens.traces.rows import COLUMNS
@@ -165,10 +163,6 @@ class ViewCommand:
 
 def _read(arguments: argparse.Namespace) -> tuple[RankTraces, list[str]]:
     """Return the traces that are asked for, with the times of profiles, and notes about them."""
-    from commlens.commands.progress import working
-    from commlens.traces.files import read_ranks
-    from commlens.traces.ranks import RankTraces
-
     try:
         with working("Reading traces"):
             read = read_ranks(arguments.paths)
@@ -193,14 +187,13 @@ def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
     """Return the error, or one that names ``commlens diagnose`` if the paths hold dumps of a
     job.
     """
-    from commlens.dumps.detect import TEXT
     from commlens.dumps.discover import discover
 
     try:
         found = discover(paths)
     except CommlensError:
         return error
-    if not found.own and found.kinds.keys() <= {TEXT.name}:
+    if not found.holds_dumps:
         return error
     them, is_dump = (
         ("them", "hold dumps")
@@ -214,19 +207,17 @@ def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
 
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
-    from commlens.atomic_write import write_whole
-
     name = printable(Path(arguments.paths[0]).name or arguments.paths[0])
     names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
-    page = ranks.to_html(name=name, names=names, notes=notes, network=arguments.network)
-    write_whole(Path(arguments.html), page, overwrite=arguments.force)
+    with working("Writing the page"):
+        page = ranks.to_html(name=name, names=names, notes=notes, network=arguments.network)
+        write_whole(Path(arguments.html), page, overwrite=arguments.force)
     _print_note(f"Wrote {arguments.html} ({size(len(page))}): open it in a browser.")
 
 
 def _empty_viewer(arguments: argparse.Namespace) -> int:
     import webbrowser
 
-    from commlens.atomic_write import write_whole
     from commlens.reports.trace_page import VIEWER_FILE, viewer_page
 
     given = [
@@ -271,8 +262,6 @@ def _print(ranks: RankTraces, arguments: argparse.Namespace) -> None:
     option, and unless a file is written, print the summary.
     """
     if arguments.json:
-        from commlens.reports.json_report import print_json
-
         summaries = [trace.to_summary(network=arguments.network) for trace in ranks]
         print_json(summaries if len(summaries) > 1 else summaries[0])
     elif arguments.ops:
@@ -303,8 +292,6 @@ def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
     """
     from commlens.formats.kineto import read_kineto
     from commlens.traces.profile import join
-    from commlens.traces.ranks import RankTraces
-    from commlens.traces.trace import Trace
 
     joined = {trace.data.rank: trace for trace in ranks}
     for file in files:
@@ -328,8 +315,6 @@ def _print_note(text: str) -> None:
 
 def _why_nothing_matches(ranks: RankTraces, chosen: RankTraces, wanted: dict[str, Any]) -> str:
     """Name the first filter that no collective matches, and the values that exist."""
-    from commlens.traces.wording import some_of
-
     if any(trace.events for trace in chosen):  # only the tensor ops, for --ops, are missing
         return "No tensor op matches all filters."
     for name, values in wanted.items():

@@ -55,6 +55,13 @@ class DumpFiles:
     # None if a source holds its bytes: walk again
     _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)
 
+    @property
+    def holds_dumps(self) -> bool:
+        """Whether there are black boxes or another tool's dumps, besides text logs, which a folder
+        of traces may have, too.
+        """
+        return bool(self.own) or bool(self.kinds.keys() - {TEXT.name})
+
     def foreign(self) -> Iterator[tuple[Source, Kind]]:
         """Yield other tools' files. Release each before taking the next, since some hold their
         bytes.

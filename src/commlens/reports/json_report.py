@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import IO, Any
 
-import msgspec
-
 
 def print_json(result: Any, file: IO[str] | None = None) -> None:
     """Print a verdict, a summary or a comparison as indented JSON."""
+    import msgspec  # not for a command's help
+
     print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), file=file)
