@@ -245,7 +245,7 @@ def sentence(text: str) -> str:
     name.
     """
     text = text.strip()
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    return text if text.endswith((".", "!", "?", ":")) else f"{text}."
 
 
 def joined(parts: Iterable[str], last: str = "and") -> str:
@@ -270,23 +270,18 @@ def format_ranks(ranks: Iterable[int]) -> str:
     parts: list[str] = []
     start = 0
     while start < len(left):
+        stride = left[start + 1] - left[start] if start + 1 < len(left) else 0
         end = start + 1
-        stride = left[end] - left[start] if end < len(left) else 1
-        while end + 1 < len(left) and left[end + 1] - left[end] == stride:
+        while end < len(left) and left[end] - left[end - 1] == stride:
             end += 1
-        if end >= len(left):
-            parts.append(str(left[start]))
-            break
-        members = end - start + 1
-        if stride == 1 and members >= 2:
-            parts.append(f"{left[start]}-{left[end]}")
-        elif members >= 4:
-            parts.append(f"{left[start]}-{left[end]}:{stride}")
+        if stride == 1:
+            parts.append(f"{left[start]}-{left[end - 1]}")
+        elif end - start >= 4:
+            parts.append(f"{left[start]}-{left[end - 1]}:{stride}")
         else:
             parts.append(str(left[start]))
-            start += 1
-            continue
-        start = end + 1
+            end = start + 1
+        start = end
     return ",".join(parts)
 
 

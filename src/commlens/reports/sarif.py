@@ -67,20 +67,17 @@ def _level(finding: Finding) -> str:
 
 def _location(source_file: str, function: str | None) -> dict[str, Any]:
     file, _, line = source_file.rpartition(":")
+    path = Path(file).absolute()
+    artifact = {"uri": path.as_uri()}
+    if path.is_relative_to(Path.cwd()):
+        # bytes, because a file name need not be valid text
+        artifact = {"uri": quote(bytes(path.relative_to(Path.cwd()))), "uriBaseId": _ROOT}
     location: dict[str, Any] = {
         "physicalLocation": {
-            "artifactLocation": _artifact(Path(file)),
+            "artifactLocation": artifact,
             "region": {"startLine": max(int(line), 1)},
         }
     }
     if function:
         location["logicalLocations"] = [{"name": function, "kind": "function"}]
     return location
-
-
-def _artifact(file: Path) -> dict[str, str]:
-    path = file.absolute()
-    if path.is_relative_to(Path.cwd()):
-        # bytes, because a file name need not be valid text
-        return {"uri": quote(bytes(path.relative_to(Path.cwd()))), "uriBaseId": _ROOT}
-    return {"uri": path.as_uri()}

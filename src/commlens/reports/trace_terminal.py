@@ -17,7 +17,7 @@ from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.trace_times import Times
 from commlens.model.wire_bytes import RULE_IN_SHORT
 from commlens.reports.console import bullet, print_parts
-from commlens.text import number, short_duration, size
+from commlens.text import number, sentence, short_duration, size
 
 _MAX_MODULES = 30
 _MAX_CHANGES = 40
@@ -58,7 +58,7 @@ def print_comparison(comparison: TraceComparison) -> None:
     if comparison:
         parts += [
             "",
-            *(bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES]),
+            *(bullet(sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES]),
         ]
         if len(comparison.changes) > _MAX_CHANGES:
             parts.append(
@@ -77,7 +77,7 @@ def print_comparison(comparison: TraceComparison) -> None:
 def print_differences(sentences: Sequence[str], answer: str) -> None:
     """Print how ranks differ: the answer, then one line per difference."""
     parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
-    parts += [bullet(_sentence(text)) for text in sentences]
+    parts += [bullet(sentence(text)) for text in sentences]
     print_parts(parts)
 
 
@@ -178,10 +178,10 @@ def _summary(summary: Summary) -> list[RenderableType]:
         parts += _collectives(summary, timed=timed)
     if summary.hazards:
         parts += ["", Text("latent faults", style="bold")]
-        parts += [Text(f"  {sentence}") for sentence in summary.hazards]
+        parts += [Text(f"  {text}") for text in summary.hazards]
     parts.append("")
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
-    parts += [Text(_sentence(text), style="dim") for text in summary.blind]
+    parts += [Text(sentence(text), style="dim") for text in summary.blind]
     if summary.bytes_known and summary.calls:
         parts.append(Text(f"Bytes are bytes on the wire: {RULE_IN_SHORT}.", style="dim"))
     if times is not None and timed:
@@ -358,7 +358,3 @@ def _reasons(summary: Summary, *, known: bool) -> RenderableType:
         share = f"{why.wire_bytes / summary.wire_bytes:.0%}" if summary.wire_bytes else ""
         table.add_row(*[size(why.wire_bytes), share] * known, Text(why.sentence))
     return Padding(table, (0, 0, 0, 2))
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "!", "?", ":")) else f"{text}."

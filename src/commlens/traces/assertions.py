@@ -186,8 +186,6 @@ def condense(data: TraceData) -> TraceData:
     """
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     kept: dict[tuple[Any, ...], TraceEvent] = {}
-    setup: list[TraceEvent] = []
-    later: list[TraceEvent] = []
     condensed = TraceData(
         rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES
     )
@@ -207,6 +205,7 @@ def condense(data: TraceData) -> TraceData:
             )
         plain = TraceEvent(
             sequence=0,
+            count=0,
             group=groups[wording.label(group), group.ranks],
             owner=(
                 None
@@ -218,12 +217,9 @@ def condense(data: TraceData) -> TraceData:
             **{name: getattr(event, name) for name in _STABLE_FIELDS},
         )
         key = (data.is_setup(event), *(getattr(plain, name) for name in plain.__struct_fields__))
-        if key in kept:
-            kept[key].count += event.count
-        else:
-            plain.count = event.count
-            kept[key] = plain
-            (setup if data.is_setup(event) else later).append(plain)
+        kept.setdefault(key, plain).count += event.count
+    setup = [event for (is_setup, *_), event in kept.items() if is_setup]
+    later = [event for (is_setup, *_), event in kept.items() if not is_setup]
     order = [*sorted(setup, key=_stable_order), *sorted(later, key=_stable_order)]
     if data.setup_until is not None:
         condensed.setup_until = len(setup)

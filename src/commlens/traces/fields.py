@@ -169,10 +169,15 @@ def field(name: str) -> Field:
             "bytes": "wire_bytes",
             "size": "wire_bytes",
         }
-        close = [aliases[name]] if name in aliases else difflib.get_close_matches(name, FIELDS, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"The fields are {', '.join(FIELDS)}."
+        hint = _hint(aliases.get(name, name), FIELDS, f"The fields are {', '.join(FIELDS)}.")
         raise SelectionError(f"A collective has no field {name!r}. {hint}")
     return FIELDS[name]
+
+
+def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a question with the known name that is most similar; ``otherwise`` if none is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else otherwise
 
 
 def wanted_values(name: str, value: Any) -> list[Any]:
@@ -201,8 +206,7 @@ def _phase(value: Any) -> Any:
         return Phase(value)
     except ValueError:
         names = [*(phase.value for phase in Phase), "unclassified"]
-        close = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"The phases are {', '.join(names)}."
+        hint = _hint(str(value), names, f"The phases are {', '.join(names)}.")
         raise SelectionError(f"There is no phase {value!r}. {hint}") from None
 
 
@@ -233,22 +237,10 @@ def check_exists(traces: Sequence[TraceData], name: str, wanted: Any) -> None:
             or any(matches(item, value) for item in known)
         ):
             continue
-        plain = list(
-            dict.fromkeys(
-                [
-                    *known,
-                    *(path.partition(".")[2] for path in known if name == "module" and "." in path),
-                ]
-            )
-        )
-        close = difflib.get_close_matches(value, plain, n=1)
-        hint = (
-            f"Did you mean {close[0]!r}?"
-            if close
-            else f"There are {wording.some_of(known, 12)}"
-            if known
-            else "There is none at all."
-        )
+        # a module's path is also meant without the model's class
+        below = [path.partition(".")[2] for path in known if name == "module" and "." in path]
+        there = f"There are {wording.some_of(known, 12)}" if known else "There is none at all."
+        hint = _hint(value, dict.fromkeys([*known, *below]), there)
         raise SelectionError(
             f"{'The trace has' if len(traces) == 1 else 'The traces have'} no {what} {value!r}."
             f" {hint}"
@@ -295,22 +287,18 @@ by a wanted value.
 
 
 def values_in(data: TraceData, name: str, wanted: Any) -> list[Any]:
-    """Return the wanted values, as :func:`wanted_values` does, and the paths under which wanted
-    shared modules are recorded.
+    """Return the wanted values, as :func:`wanted_values` does, and the paths under which shared
+    modules are recorded that also have a wanted path.
     """
     values = wanted_values(name, wanted)
-    return [*values, *_shared_modules(data, values)] if name == "module" else values
-
-
-def _shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
-    """Return the paths under which shared modules are recorded that also have a wanted path."""
-    paths = [path for path in wanted if isinstance(path, str)]
-    shared = (module for module in data.modules if module.other_paths)
-    return [
-        module.path
-        for module in shared
-        if any(path_matches(other, path) for other in module.other_paths for path in paths)
-    ]
+    if name == "module":
+        paths = [path for path in values if isinstance(path, str)]
+        values += [
+            module.path
+            for module in data.modules
+            if any(path_matches(other, path) for other in module.other_paths for path in paths)
+        ]
+    return values
 
 
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:

@@ -13,12 +13,11 @@ computation, congestion, in-network reduction and skew between ranks.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import Final
 
-from commlens.errors import CommandError
+from commlens.errors import CommandError, did_you_mean
 from commlens.model.network import US, Estimate, Network, Part, SetupEstimate
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import TraceData
@@ -127,12 +126,11 @@ def estimate(data: TraceData, network: Network | str) -> Estimate:
         part.wire_bytes += event.wire_bytes * event.count
         part.seconds += seconds * event.count
     ordered = sorted(parts.values(), key=lambda part: -part.seconds)
-    seconds = sum(part.seconds for part in ordered)
     return Estimate(
         network=net,
         parts=ordered,
         steps=max(1, data.steps),
-        seconds=seconds,
+        seconds=sum(part.seconds for part in ordered),
         setup=setup,
     )
 
@@ -213,7 +211,6 @@ def preset(name: str) -> Network:
     """
     found = PRESETS.get(name.lower())
     if found is None:
-        close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
-        raise CommandError(f"There is no network preset {name!r}. {hint}")
+        hint = did_you_mean(name.lower(), PRESETS) or f" The presets are {', '.join(PRESETS)}."
+        raise CommandError(f"There is no network preset {name!r}.{hint}")
     return found

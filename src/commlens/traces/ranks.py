@@ -74,18 +74,11 @@ class RankTraces:
         if not self.by_rank:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
-        self._stages: list[list[int]] | None = None
+        # the ranks of each pipeline stage, which are compared only with one another; all ranks in
+        # one list without a pipeline
+        self.stages = find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
         # by rank and kind of key, then by the label of a group: see _counted()
         self._counters: dict[tuple[int, Callable[..., Any]], dict[str, Counter[Any]]] = {}
-
-    @property
-    def stages(self) -> list[list[int]]:
-        """The ranks of each pipeline stage, which are compared only with one another; all ranks in
-        one list without a pipeline.
-        """
-        if self._stages is None:
-            self._stages = find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
-        return self._stages
 
     @property
     def ranks(self) -> list[int]:
@@ -109,7 +102,7 @@ class RankTraces:
     def filter(self, **wanted: Any) -> RankTraces:
         """Filter the trace of every rank; see :meth:`commlens.Trace.filter`."""
         part = RankTraces(trace.filter(**wanted) for trace in self)
-        part._stages = self.stages  # their messages may be filtered out
+        part.stages = self.stages  # their messages may be filtered out
         return part
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -347,10 +340,6 @@ class RankTraces:
         ``names`` are those of the ranks' traces, in the order of the ranks; the others are as for
         :func:`~commlens.traces.page.page_of`.
         """
-        if len(self) == 1:
-            return page_of(
-                [trace.data for trace in self], name=name, names=names, notes=notes, network=network
-            )
         classes = self.classes()
         shown = [members[0] for members in classes[:MOST_CLASSES]]
         name_of = dict(zip(self.ranks, names or [name] * len(self), strict=True))
@@ -373,7 +362,9 @@ class RankTraces:
                     + (f", for {ranks_phrase(members)}" if len(members) > 1 else "")
                     for members in classes[:MOST_CLASSES]
                 ],
-            ),
+            )
+            if len(self) > 1
+            else None,
             network=network,
         )
 

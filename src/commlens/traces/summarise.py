@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from commlens.model.collective import ProcessGroup
 from commlens.model.grouping import grouped, natural
-from commlens.model.hazard import Hazard
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
@@ -59,19 +58,15 @@ def summarise(
         why=reasons(data)[:MAX_REASONS],
         estimate=None if network is None or not _groups_known(data) else estimate(data, network),
         times=times(data, network),
-        hazards=_hazards(data),
+        # of each pair of lines, the first hazard
+        hazards=[
+            f"{hazard_phrase(first)}."
+            for first, *_ in grouped((each.lines, each) for each in data.hazards).values()
+        ],
         coverage=coverage,
         complete=complete,
         blind=list(data.coverage.blind),
     )
-
-
-def _hazards(data: TraceData) -> list[str]:
-    """Return a sentence for each pair of lines: on its first hazard."""
-    by_lines: dict[Hashable, Hazard] = {}
-    for hazard in data.hazards:
-        by_lines.setdefault(hazard.lines, hazard)
-    return [f"{hazard_phrase(hazard)}." for hazard in by_lines.values()]
 
 
 class _Amount(NamedTuple):

@@ -57,24 +57,19 @@ def time_of(data: TraceData, event: TraceEvent) -> Time | None:
     in_call = event.returned_ns - event.started_ns
     in_wait = max(0, event.wait_ended_ns - max(event.wait_began_ns, event.returned_ns))
     blocked = in_call + in_wait
-    if event.duration_ns:
-        return _measured_time(event, blocked if on_cpu and event.wait_ended_ns else None)
+    if event.duration_ns:  # as a backend or a profiler measured it
+        # the rank waited for no more of it than was not overlapped, nor than the thread was blocked
+        bounds = (
+            [event.duration_ns - event.overlapped_ns] if event.overlapped_ns is not None else []
+        )
+        bounds += [event.duration_ns, blocked] if on_cpu and event.wait_ended_ns else []
+        return Time(event.duration_ns, min(bounds, default=None))
     was_saved_in_wait = event.wait_began_ns and not event.wait_ended_ns
     if not on_cpu or not event.returned_ns or was_saved_in_wait:
         return None
     if event.wait_ended_ns:
         return Time(max(event.wait_ended_ns, event.returned_ns) - event.started_ns, blocked)
     return Time(blocked, blocked) if event.asynchronous is False else None
-
-
-def _measured_time(event: TraceEvent, blocked: int | None) -> Time:
-    """Return the time that a backend or a profiler measured. The rank waited for no more of it than
-    was not overlapped, nor than the thread was blocked, where that is known.
-    """
-    waited = None if event.overlapped_ns is None else event.duration_ns - event.overlapped_ns
-    if blocked is not None:
-        waited = min(blocked, event.duration_ns if waited is None else waited)
-    return Time(event.duration_ns, waited)
 
 
 def blocked_spans(data: TraceData) -> dict[int, list[Span]]:
@@ -139,7 +134,10 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         waited_ns=sum(time.waited or 0 for _, time in known),
         overlapped_ns=_overlapped(known, blocked_spans(data)),
         unsplit_ns=sum(time.total for _, time in known if time.waited is None),
-        slowest=_slowest(data, known),
+        slowest=[
+            SlowCall(_call(data, event), event.sequence, event.step, time.total, time.waited)
+            for event, time in sorted(known, key=lambda pair: -pair[1].total)[:MAX_SLOWEST]
+        ],
         bandwidth=_bandwidths(data, known, network),
     )
     found.elsewhere_ns = max(
@@ -152,10 +150,11 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
 
 def _add_steps(found: Times, steps: Sequence[tuple[int, int]], waits_known: bool) -> None:
     found.steps = len(steps)
+    ordered = sorted(step for step, _ in steps)
     if steps:
-        found.step_ns = round(statistics.median(step for step, _ in steps))
-    if len(steps) > 1:
-        found.step_spread_ns = _quartiles([step for step, _ in steps])
+        found.step_ns = round(statistics.median(ordered))
+    if len(steps) > 1:  # the quartiles
+        found.step_spread_ns = ordered[len(steps) // 4], ordered[-1 - len(steps) // 4]
     if steps and waits_known:
         found.waited_per_step_ns = round(statistics.median(waited for _, waited in steps))
 
@@ -204,11 +203,6 @@ def _first_moments(data: TraceData) -> dict[int, int]:
             if event.started_ns and event.count == 1 and not data.is_setup(event):
                 first[event.step] = min(first.get(event.step, event.started_ns), event.started_ns)
     return first
-
-
-def _quartiles(values: Sequence[int]) -> tuple[int, int]:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
 def _answer(data: TraceData, found: Times) -> str:
@@ -279,14 +273,6 @@ def _why_unknown(data: TraceData) -> str:
         if any(event.returned_ns for event in data.events)
         else "the trace has no times."
     )
-
-
-def _slowest(data: TraceData, known: Sequence[tuple[TraceEvent, Time]]) -> list[SlowCall]:
-    slowest = sorted(known, key=lambda pair: -pair[1].total)[:MAX_SLOWEST]
-    return [
-        SlowCall(_call(data, event), event.sequence, event.step, time.total, time.waited)
-        for event, time in slowest
-    ]
 
 
 def _call(data: TraceData, event: TraceEvent) -> str:
