@@ -36,7 +36,7 @@ from commlens.formats.trace_json import read_trace
 from commlens.launch.torchrun import _join_trace, _split_trace
 from commlens.model.collective import Channel
 from commlens.reports.converted import table
-from commlens.reports.trace_csv import to_csv
+from commlens.traces.rows import to_csv
 
 
 def write_dumps(folder: Path, **changes: object) -> Path:
@@ -318,13 +318,8 @@ class TestPipes:
 class TestCsv:
     @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\tx", "\rx"])
     def test_texts_that_begin_like_a_formula(self, tmp_path: Path, text: str) -> None:
-        assert (
-            to_csv([{"source": text, "count": -1}], ["source", "count"])
-            .splitlines()[1]
-            .lstrip('"')
-            .startswith("'")
-        )
-        assert ",-1" in to_csv([{"source": text, "count": -1}], ["source", "count"])
+        assert f"'{text}" in to_csv([{"source": text, "peer": -1}])
+        assert ",-1," in to_csv([{"source": text, "peer": -1}])
         rows = columns(entry(0, process_group=(text, ""), collective_seq_id=-1))
         rows.host = text
         cells = b"".join(table.to_csv([rows])).decode()

@@ -174,9 +174,6 @@ NOT_YET = {
     "unit/traces/test_diff.py": """
         commands/compare traces/diff_ranks traces/page
     """,
-    "unit/traces/test_network.py": """
-        reports/network_terminal
-    """,
     "unit/traces/test_times.py": """
         formats/kineto model/trace_times
     """,

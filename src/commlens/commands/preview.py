@@ -199,7 +199,7 @@ def _network(arguments: argparse.Namespace) -> Network | None:
 def _print(trace: Trace, network: Network | None) -> None:
     trace.summary()
     if network is not None:
-        from commlens.reports.network_terminal import print_estimate
+        from commlens.reports.trace_terminal import print_estimate
         from commlens.traces.network import estimate
 
         print_estimate(estimate(trace.data, network))

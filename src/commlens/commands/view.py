@@ -18,6 +18,7 @@ from commlens.traces.fields import check_exists
 from commlens.traces.files import read_ranks
 from commlens.traces.network import PRESETS
 from commlens.traces.ranks import RankTraces
+from commlens.traces.rows import to_csv
 from commlens.traces.trace import Trace
 from commlens.traces.wording import some_of
 
@@ -135,11 +136,8 @@ class ViewCommand:
     @staticmethod
     def _write(ranks: RankTraces, arguments: argparse.Namespace) -> None:
         if arguments.csv:
-            from commlens.reports.trace_csv import to_csv
-            from commlens.traces.rows import COLUMNS
-
             rows = ranks.to_rows()
-            text = to_csv(rows, COLUMNS)
+            text = to_csv(rows)
             if arguments.csv == "-":
                 sys.stdout.write(text)
             else:

@@ -13,7 +13,7 @@ completed) and by 2.003 s at most: B's times are corrected by 2 s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -130,8 +130,12 @@ _DURATIONS: Final = ("duration_ns", "device_ns")
 
 
 def _shift(log: RankLog, by_ns: int) -> None:
-    for op in _ops(log):
-        _shift_fields(op, by_ns)
+    # the collectives, setups and store calls: all of its fields that hold ops
+    for name in log.__struct_fields__:
+        value = getattr(log, name)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Collective):
+                _shift_fields(each, by_ns)
     _shift_fields(log, by_ns)
     _shift_fields(log.observation, by_ns)
     if log.health is not None:
@@ -142,15 +146,6 @@ def _shift(log: RankLog, by_ns: int) -> None:
             msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0)
             for stack in owner.stacks
         ]
-
-
-def _ops(log: RankLog) -> Iterator[Collective]:
-    """Yield the collectives, setups and store calls of a log: all of its fields that hold ops."""
-    for name in log.__struct_fields__:
-        value = getattr(log, name)
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Collective):
-                yield each
 
 
 def _shift_fields(struct: Any, by_ns: int) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -143,7 +143,12 @@ def read_own_files(
     if job is not None and job not in by_job:
         only = f", only of {', '.join(others[:5])}" if others else ""
         problems.append(f"There is no black box of job {job} here{only}.")
-    problems += _left_out_jobs(by_job, chosen, others)
+    for name in others[:_JOBS_NAMED]:
+        owner = f"another job ({name or 'without a name'}, not {chosen})"
+        problems.append(_left_out([box.path for box in by_job[name]], owner))
+    if len(others) > _JOBS_NAMED:
+        more = len(others) - _JOBS_NAMED
+        problems.append(f"The black boxes of {more} more jobs are left out.")
     logs = []
     for name in sorted(joined):
         of_job = [one for one in observed if one.job == name]
@@ -172,17 +177,6 @@ def _read_files(
             problems.append(str(error))
             unread += kind not in (OBSERVED, CORE)
     return boxes, observed, cores, unread
-
-
-def _left_out_jobs(
-    by_job: Mapping[str, Sequence[_Box]], chosen: str, others: Sequence[str]
-) -> Iterator[str]:
-    """Yield which jobs are left out, in sentences."""
-    for name in others[:_JOBS_NAMED]:
-        owner = f"another job ({name or 'without a name'}, not {chosen})"
-        yield _left_out([box.path for box in by_job[name]], owner)
-    if len(others) > _JOBS_NAMED:
-        yield f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out."
 
 
 def _logs_of_job(
@@ -397,13 +391,10 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
 
 def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
     """Add each node's newest health to the first log of its ranks."""
-    newest: dict[str, tuple[NodeHealth, _Observed]] = {}
-    for one in observed:
-        health, known = one.health, newest.get(one.host)
-        if health is not None and (known is None or known[0].taken_ns < health.taken_ns):
-            newest[one.host] = health, one
-    for health, one in newest.values():
-        first = next((log for log in logs if log.rank in one.ranks), None)
+    known = [(one.host, (one.health, one)) for one in observed if one.health is not None]
+    for several in grouped(known).values():
+        health, newest = max(several, key=lambda each: each[0].taken_ns)
+        first = next((log for log in logs if log.rank in newest.ranks), None)
         if first is not None:
             first.health = health
 
@@ -451,15 +442,12 @@ def _runs_here(status: BoxStatus) -> bool:
     )
 
 
-def _left_out(paths: list[Path], owner: str) -> str:
+def _left_out(paths: Sequence[Path], owner: str) -> str:
     boxes = (
         f"1 black box of {owner} is"
         if len(paths) == 1
         else f"{len(paths)} black boxes of {owner} are"
     )
-    return f"{boxes} left out: {_first_few(paths)}."
-
-
-def _first_few(paths: Iterable[Path]) -> str:
-    shown = sorted(printable(str(path)) for path in paths)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+    named = sorted(printable(str(path)) for path in paths)
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return f"{boxes} left out: {', '.join(named[:3])}{more}."

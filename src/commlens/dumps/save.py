@@ -250,16 +250,16 @@ def save_dump(
     if not boxes and not observations:
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
     target, marker = _choose_target(dump_root, folders or [job_dir], host)
-    copied = _Copied()
+    own, copied = _observed_name(host), _Copied()
     with folder_to_fill(target, mode) as (folder, created, may_mark):
         try:
             if may_mark:
                 copied.writing = MARKER
                 write(folder, MARKER, _json({**marker, "saved_ns": time.time_ns()}), mode)
-            before = _saved_before(folder, _observed_name(host))
+            before = _saved_before(folder, own)
             for path in boxes:
                 copied.copy(path, folder, mode)
-            copied.writing = _observed_name(host)
+            copied.writing = own
             pids = {rank: status.pid for rank, status in copied.newest.items()}
             job, more = copied.job or job_dir.name, {}
             if before.run is not None and before.pids.items() & pids.items():
@@ -275,7 +275,7 @@ def save_dump(
                 health,
                 **more,
             )
-            write(folder, copied.writing, content, mode)
+            write(folder, own, content, mode)
         except OSError as error:
             if created and not copied.saved:
                 discard(target)
@@ -288,7 +288,8 @@ def save_dump(
         raise DumpError(
             f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {copied.notes[0]}"
         )
-    _prune(dump_root, keep=max(keep, 1), current=target.name)
+    with contextlib.suppress(OSError):
+        _prune(dump_root, keep=max(keep, 1), current=target.name)
     return target
 
 
@@ -574,15 +575,11 @@ def _json(content: dict[str, Any]) -> bytes:
 
 def _prune(dump_root: Path, *, keep: int, current: str) -> None:
     """Delete the oldest marked job folders beyond ``keep``. Undeletable ones stay."""
-    marked: list[tuple[int, str]] = []
-    try:
-        names = sorted(path.name for path in dump_root.iterdir())
-    except OSError:
-        return
-    for name in names:
-        with contextlib.suppress(OSError), opened_folder(dump_root / name) as folder:
+    marked: list[tuple[int, Path]] = []
+    for path in dump_root.iterdir():
+        with contextlib.suppress(OSError), opened_folder(path) as folder:
             saved_ns = marked_at(folder)
-            if saved_ns is not None and name != current:
-                marked.append((saved_ns, name))
-    for _, name in sorted(marked, reverse=True)[keep - 1 :]:
-        discard(dump_root / name)
+            if saved_ns is not None and path.name != current:
+                marked.append((saved_ns, path))
+    for _, path in sorted(marked, reverse=True)[keep - 1 :]:
+        discard(path)

@@ -42,20 +42,6 @@ STATES: Final = ("scheduled", "started", "completed", "retired")
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
-REMARKS: Final = (
-    # vLLM waits for a reader of its broadcast: for so many seconds
-    "broadcast-wait",
-    # NCCL's RAS report: some ranks of a communicator launched fewer operations than others, the
-    # last one with this number; the "ras-rank" lines after it name these ranks
-    "ras-behind",
-    "ras-rank",
-    # this rank does not reach torch's store any more
-    "store-lost",
-    # torch's desync report names this rank as lagging
-    "lagging",
-)
-"""What a log shows besides operations. Each kind comes with a number."""
-
 
 class EndingLine(NamedTuple):
     """A line in which a scheduler, the kernel or a launcher says why a job or a process ended."""
@@ -181,9 +167,14 @@ class RankColumns(RankLog, kw_only=True, eq=False):
     exception: str = ""
     by_launcher: bool = False  # the launcher raised the exception
     # the same for all ranks: "SIGHUP", the signal that ended the launcher; the lines that say why
-    # the job or a process ended; further facts, by REMARKS, with their numbers
+    # the job or a process ended; further facts, each with a number
     launcher_signal: str = ""
     endings: list[EndingLine] = field(default_factory=list)
+    # "broadcast-wait": vLLM waits for a reader of its broadcast, for so many seconds. "ras-behind":
+    # NCCL's RAS report says that some ranks of a communicator launched fewer operations than the
+    # others, the last one with this number; the "ras-rank"s after it are these ranks. "store-lost":
+    # this rank does not reach torch's store any more. "lagging": torch's desync report names this
+    # rank.
     remarks: list[tuple[str, int]] = field(default_factory=list)
 
     # --- of a dump that is reduced to what diagnosis needs

@@ -8,17 +8,15 @@ since an unknown moment.
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from commlens.errors import FormatError
+from commlens.formats.trace_json import read_content
 
-_GZIP: Final = b"\x1f\x8b"
 _COLLECTIVE_KERNEL: Final = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.IGNORECASE)
 _LAUNCHES: Final = (
     "cuda_runtime",
@@ -78,14 +76,10 @@ def read_kineto(path: Path) -> KinetoTrace:
     Raises:
         FormatError: the file cannot be read, or it is not a trace of torch.profiler.
     """
+    content = read_content(path)
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP):
-            content = gzip.decompress(content)
         file = msgspec.json.decode(content, type=_File)
-    except OSError as error:
-        raise FormatError(f"{path}: {error.strerror or error}") from None
-    except (EOFError, ValueError, zlib.error) as error:
+    except ValueError as error:
         raise FormatError(
             f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}"
         ) from None

@@ -75,7 +75,7 @@ def read_trace(path: Path) -> TraceData:
     Raises:
         FormatError: the file is neither, or is damaged. The message says what the file is.
     """
-    content, cut = _clean_texts(_content(path))
+    content, cut = _clean_texts(read_content(path))
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.ValidationError:
@@ -123,7 +123,12 @@ def _clean_texts(content: bytes) -> tuple[bytes, list[str]]:
     )
 
 
-def _content(path: Path) -> bytes:
+def read_content(path: Path) -> bytes:
+    """Return the content of a trace's file, compressed with gzip or not.
+
+    Raises:
+        FormatError: the file cannot be read, is empty, or unpacks to too much.
+    """
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
@@ -140,11 +145,11 @@ def _content(path: Path) -> bytes:
         return _decompressed(content, path) if content.startswith(_GZIP) else content
     except FileNotFoundError:
         raise FormatError(f"There is no file {path}.") from None
+    except gzip.BadGzipFile as error:
+        raise FormatError(
+            f"{path} is not a trace: its compressed content is damaged ({error})."
+        ) from None
     except (OSError, ValueError, MemoryError) as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise FormatError(
-                f"{path} is not a trace: its compressed content is damaged ({error})."
-            ) from None
         raise FormatError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from None

@@ -1,12 +1,15 @@
-"""The rows of a trace: one flat dict per event."""
+"""The rows of a trace: one flat dict per event, also as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from commlens.model.collective import ProcessGroup
 from commlens.model.trace import TraceData, TraceEvent
-from commlens.text import format_ranks
+from commlens.text import csv_cell, format_ranks
 from commlens.traces import wording
 
 
@@ -78,3 +81,17 @@ COLUMNS: Final = tuple(
     )
 )
 """The keys of a row, in order."""
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header; None becomes an empty cell. Texts that begin like a formula
+    get an apostrophe.
+    """
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: csv_cell(value) if isinstance(value, str) else value for name, value in row.items()}
+        for row in rows
+    )
+    return out.getvalue()

@@ -185,8 +185,7 @@ class Trace:
             network: a network, or a preset's name, to estimate times for: beside the measured ones,
                 or as a table if there are none.
         """
-        from commlens.reports.network_terminal import print_estimate
-        from commlens.reports.trace_terminal import print_summary
+        from commlens.reports.trace_terminal import print_estimate, print_summary
 
         summary = self.to_summary(network=network)
         print_summary(summary, file, width=width, colour=colour)

@@ -12,7 +12,7 @@ from commlens.errors import CommandError
 from commlens.model.collective import ProcessGroup
 from commlens.model.network import Network
 from commlens.model.trace import Phase, TraceData, TraceEvent
-from commlens.reports.network_terminal import print_estimate
+from commlens.reports.trace_terminal import print_estimate
 from commlens.text import short_duration
 from commlens.traces.network import (
     PRESETS,

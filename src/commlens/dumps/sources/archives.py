@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from commlens.dumps.sources.compression import MAGIC_BYTES, UNPACKED_MAX, amount, unpacking_limit
+from commlens.dumps.sources.compression import (
+    MAGIC_BYTES,
+    UNPACKED_MAX,
+    amount,
+    error_text,
+    unpacking_limit,
+)
 from commlens.dumps.sources.source import HELD_MAX, READ_MAX, FilePart, Held, Source, read_up_to
 from commlens.text import printable
 
@@ -164,7 +170,7 @@ def _tar(
             if not source.problems:
                 problems.append(
                     f"{source.name} is cut off or damaged: its first {count} members could be read"
-                    f" ({_reason(error)})."
+                    f" ({error_text(error)})."
                 )
         problems += [*source.problems, *skipped[:_NAMED_MAX]]
         if (more := len(skipped) - _NAMED_MAX) > 0:
@@ -187,8 +193,8 @@ def _zip(
             listed = archive.infolist()
         except _ERRORS as error:
             problems.append(
-                f"{source.name} is a truncated or damaged zip file ({_reason(error)}) and is left"
-                " out."
+                f"{source.name} is a truncated or damaged zip file ({error_text(error)}) and is"
+                " left out."
             )
             return
         with archive:
@@ -213,7 +219,7 @@ def _zip(
                         archive.open(info), info.file_size, name, problems, allowance
                     )
                 except _ERRORS as error:
-                    problems.append(f"{name} could not be read ({_reason(error)}).")
+                    problems.append(f"{name} could not be read ({error_text(error)}).")
                     continue
                 if content:
                     yield Source(name, Held(content), info.compress_size, _zip_time(info))
@@ -272,16 +278,6 @@ def _over_limit_note(source: Source, name: str, allowance: Allowance) -> str:
         f"{source.name} unpacks to far more than dumps hold: {name} and all members after it were"
         f" left out (limit: {amount(allowance.limit)}, from the file's size). To read all of them,"
         " unpack the archive first."
-    )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return "it claims more memory than there is"
-    return (
-        "it is nested too deeply"
-        if isinstance(error, RecursionError)
-        else printable(str(error)) or type(error).__name__
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import BinaryIO, Final, Protocol
 
 from commlens.errors import MissingDependency
+from commlens.text import printable
 
 # bytes of a file's beginning that reveal whether it is compressed or an archive
 MAGIC_BYTES: Final = 264
@@ -200,8 +201,8 @@ class _Content(io.RawIOBase):
         except Exception as error:
             # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
             return self._end(
-                f"{self._name} is damaged ({_reason(error)}): {amount(self._given)} of its content"
-                " could be read."
+                f"{self._name} is damaged ({error_text(error)}): {amount(self._given)} of its"
+                " content could be read."
             )
         before = self._excess()
         self._given += len(content)
@@ -263,6 +264,11 @@ def buffered(stream: BinaryIO) -> io.BufferedReader:
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, 256 << 10)  # type: ignore[arg-type]
 
 
-def _reason(error: Exception) -> str:
-    text = str(error).strip().rstrip(".")
-    return text[:120] if text else type(error).__name__
+def error_text(error: BaseException) -> str:
+    """Return the text of a library's error, for the end of a sentence in brackets."""
+    if isinstance(error, MemoryError):
+        return "it claims more memory than there is"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    text = printable(" ".join(str(error).split())).rstrip(".")
+    return text[:200] if text else type(error).__name__

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final
 
 from commlens.blackbox.reader import reason
 from commlens.dumps.sources.archives import Allowance, members, named_like_archive
-from commlens.dumps.sources.compression import Excess
+from commlens.dumps.sources.compression import Excess, error_text
 from commlens.dumps.sources.source import READ_MAX, FilePart, Held, Source, read_up_to
 from commlens.errors import CommandError, FormatError, MissingDependency
 from commlens.text import printable
@@ -269,7 +269,7 @@ def remote_sources(url: str, problems: list[str], prefix: str, files_max: int) -
                 if name.rsplit("/", 1)[-1].startswith(prefix)
             }
     except Exception as error:  # each store's client raises its own
-        raise CommandError(f"{printable(url)} cannot be read ({_reason(error)}).") from error
+        raise CommandError(f"{printable(url)} cannot be read ({error_text(error)}).") from error
     if not found:
         raise CommandError(
             f"There is no file at {printable(url)}"
@@ -304,7 +304,7 @@ class Remote:
         try:
             stream: BinaryIO = system.open(path, "rb")
         except Exception as error:  # each store's client raises its own
-            raise FormatError(f"{name} could not be opened: {_reason(error)}.") from error
+            raise FormatError(f"{name} could not be opened: {error_text(error)}.") from error
         return stream
 
 
@@ -327,9 +327,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(url)
     except ImportError as error:
-        raise MissingDependency(f"{printable(url)} cannot be read: {_reason(error)}.") from None
+        raise MissingDependency(f"{printable(url)} cannot be read: {error_text(error)}.") from None
     except Exception as error:  # each store's client raises its own
-        raise CommandError(f"{printable(url)} cannot be read ({_reason(error)}).") from error
+        raise CommandError(f"{printable(url)} cannot be read ({error_text(error)}).") from error
     return system, path
 
 
@@ -342,8 +342,3 @@ def _modified_ns(about: dict[str, Any]) -> int:
         if isinstance(value, datetime):
             return int(value.timestamp() * 1e9)
     return 0
-
-
-def _reason(error: Exception) -> str:
-    text = printable(" ".join(str(error).split())).rstrip(".")
-    return text[:200] if text else type(error).__name__

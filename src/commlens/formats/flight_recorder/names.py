@@ -94,10 +94,8 @@ def has_too_many_ranks(text: str) -> bool:
     return text.count(",") >= WORLD_MAX
 
 
-def _rank_in(text: str) -> int:
-    if len(text) >= 12:  # a long number takes long to parse
-        raise ValueError(text)
-    return int(text)
+# no long numbers, which take long to parse
+_RANKS: Final = re.compile(r"\s*\[\s*([0-9]{1,10}\s*(,\s*[0-9]{1,10}\s*)*)?\]\s*")
 
 
 @lru_cache(maxsize=4096)
@@ -105,15 +103,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Return the ranks in ``"[0, 1, 5]"``; none for any other text, or if there are more than a job
     has. Nothing is evaluated.
     """
-    inside = text.strip()
-    if not (inside.startswith("[") and inside.endswith("]")) or has_too_many_ranks(text):
+    if has_too_many_ranks(text) or _RANKS.fullmatch(text) is None:
         return ()
-    try:
-        ranks = (
-            tuple(_rank_in(part) for part in inside[1:-1].split(","))
-            if inside[1:-1].strip()
-            else ()
-        )
-    except ValueError:
-        return ()
-    return ranks if all(0 <= rank < _RANK_MAX for rank in ranks) else ()
+    ranks = tuple(map(int, re.findall(r"[0-9]+", text)))
+    return ranks if max(ranks, default=0) < _RANK_MAX else ()

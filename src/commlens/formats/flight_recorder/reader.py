@@ -107,7 +107,11 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
         FormatError: the dump cannot be read; the message names the file.
     """
     try:
-        return columns_from_table(_read_pickled_table(data), source)
+        table = read_table(data)
+        if table is None:
+            pickled = read_pickle(data)
+            table = build_table(pickled.value, truncated=pickled.truncated)
+        return columns_from_table(table, source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None
 
@@ -121,11 +125,3 @@ def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
         return columns_from_table(build_table(value, truncated=truncated), source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as Flight Recorder JSON. {error}") from None
-
-
-def _read_pickled_table(data: bytes) -> EntryColumns:
-    table = read_table(data)
-    if table is not None:
-        return table
-    pickled = read_pickle(data)
-    return build_table(pickled.value, truncated=pickled.truncated)

@@ -353,7 +353,7 @@ def parse_launcher_signal(text: str) -> str:
     return signal_name(int(name)) if name.isdecimal() else name
 
 
-# by kind (formats/columns.py says what each is): the line, with the number that is kept
+# by kind (RankColumns.remarks says what each is): the line, with the number that is kept
 _REMARKS: Final = (
     (
         "broadcast-wait",
@@ -382,7 +382,7 @@ _LAGGING: Final = re.compile(
 
 def parse_remarks(text: str) -> list[tuple[str, int]]:
     """Return what a line of vLLM's broadcast queue (0.6 to 0.11), of NCCL's RAS report (2.24 to
-    2.28), of torch's desync report or of its heartbeat monitor shows, each with a kind of REMARKS.
+    2.28), of torch's desync report or of its heartbeat monitor shows, as in RankColumns.remarks.
     """
     for kind, pattern in _REMARKS:
         if found := pattern.search(text):

@@ -60,17 +60,15 @@ class _WrappedLines:
     def add(self, line: str) -> list[str]:
         """Return the lines that are whole now."""
         if not self.parts or L.begins_message(line) or len(self.parts) >= _PARTS_MAX:
-            return [*self.take_parts(), *self._begin(line)]
+            before = self.take_parts()
+            self.parts = [line] if L.may_go_on(line) else []
+            return before if self.parts else [*before, line]
         self.parts.append(L.parse_origin(line).line)
         for joined in ("".join(self.parts), " ".join(part.strip() for part in self.parts)):
             if L.is_whole(joined):
                 self.parts = []
                 return [joined]
         return []
-
-    def _begin(self, line: str) -> list[str]:
-        self.parts = [line] if L.may_go_on(line) else []
-        return [] if self.parts else [line]
 
     def take_parts(self) -> list[str]:
         """Give up joining: return the parts as separate lines."""

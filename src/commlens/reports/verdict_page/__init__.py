@@ -10,7 +10,7 @@ from commlens.diagnosis.words.next_steps import action_phrase
 from commlens.diagnosis.words.phrases import exit_words
 from commlens.model.ranklog import RankLog
 from commlens.reports.page import render_page
-from commlens.reports.step_table import StepTable, step_table
+from commlens.reports.step_table import step_table
 from commlens.reports.terminal import render
 from commlens.reports.verdict_page.data import Ranks, VerdictPage
 from commlens.reports.verdict_page.hardware import hardware
@@ -37,41 +37,32 @@ def verdict_html(examined: ExaminedJob, *, has_times: bool = True) -> bytes:
 
 def verdict_page(examined: ExaminedJob, *, has_times: bool = True) -> VerdictPage:
     """Return the page's content as data; ``has_times`` as in :class:`PageJob`."""
-    with naming_worlds(examined.verdict.worlds):
-        return _page(PageJob(examined, has_times=has_times))
-
-
-def _page(job: PageJob) -> VerdictPage:
-    merged, stack_of = stacks(job)
-    return VerdictPage(
-        commlens=__version__,
-        verdict=job.verdict,
-        text=_ticket(job),
-        restart=action_phrase(job.verdict.action) if job.verdict.action is not None else "",
-        facts=_facts(job),
-        ranks=_ranks(job, stack_of),
-        classes=job.classes,
-        graph=wait_graph(job),
-        layouts=rank_grids(job),
-        timeline=timeline(job),
-        tables=tables(job),
-        stacks=merged,
-        step=_step(job),
-        source=culprits_lines(job),
-        others=others_line(job),
-        hardware=hardware(job),
-    )
-
-
-def _step(job: PageJob) -> StepTable | None:
-    times = job.examined.step_times() if job.has_times else None
-    return step_table(times) if times is not None and times.steps else None
-
-
-def _ticket(job: PageJob) -> str:
-    """Return the verdict and the facts as plain text, for a ticket."""
-    facts = "".join(f"{name}: {value}\n" for name, value in _facts(job))
-    return f"{render(job.verdict, 100)}\n{facts}"
+    verdict = examined.verdict
+    with naming_worlds(verdict.worlds):
+        job = PageJob(examined, has_times=has_times)
+        merged, stack_of = stacks(job)
+        facts = _facts(job)
+        times = examined.step_times() if has_times else None
+        return VerdictPage(
+            commlens=__version__,
+            verdict=verdict,
+            text="\n".join(
+                [render(verdict, 100), *(f"{name}: {value}" for name, value in facts), ""]
+            ),
+            restart=action_phrase(verdict.action) if verdict.action is not None else "",
+            facts=facts,
+            ranks=_ranks(job, stack_of),
+            classes=job.classes,
+            graph=wait_graph(job),
+            layouts=rank_grids(job),
+            timeline=timeline(job),
+            tables=tables(job),
+            stacks=merged,
+            step=step_table(times) if times is not None and times.steps else None,
+            source=culprits_lines(job),
+            others=others_line(job),
+            hardware=hardware(job),
+        )
 
 
 def _facts(job: PageJob) -> list[tuple[str, str]]:

@@ -54,10 +54,9 @@ def _marks(job: PageJob) -> dict[_Key, HardwareMark]:
 
 
 def _change(node: Node, event: HealthEvent, mark: HardwareMark) -> HardwareChange:
-    ranks = format_ranks(node.places)
     return HardwareChange(
         node=node.health.host or "this host",
-        ranks=ranks,
+        ranks=format_ranks(node.places),
         at=_clock(event.at_ns),
         since=_clock(event.since_ns) if event.since_ns else "",
         what=capital(event_phrase(event)),

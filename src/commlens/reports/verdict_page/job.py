@@ -83,6 +83,12 @@ class PageJob:
         """Return a rank's role in the fault."""
         return self.roles.get(rank, "none")
 
+    def op_of(self, rank: int, channel: ChannelKey, number: int) -> Collective | None:
+        """Return what a rank issued on a channel under a number, if that is known."""
+        view = self.index.views.get(rank)
+        track = view.tracks.get(channel) if view is not None else None
+        return track.ops.get(number) if track is not None else None
+
     def _focus(self) -> list[tuple[ChannelKey, int, Finding]]:
         """Return the collectives that the findings name, root causes first: channel, number,
         finding.
@@ -97,17 +103,10 @@ class PageJob:
                 key for key in self.index.channels if key[1] == group.name and key[2] == members
             ]
             # A group has a channel for each device type: prefer the one with that collective.
-            keys.sort(
-                key=lambda key: (
-                    not any(
-                        op.sequence_number in v.tracks[key].ops
-                        for v in self.index.views.values()
-                        if key in v.tracks
-                    )
-                )
-            )
-            if keys and all(known[:2] != (keys[0], op.sequence_number) for known in found):
-                found.append((keys[0], op.sequence_number, finding))
+            number = op.sequence_number
+            keys.sort(key=lambda key: not any(self.op_of(rank, key, number) for rank in key[2]))
+            if keys and all(known[:2] != (keys[0], number) for known in found):
+                found.append((keys[0], number, finding))
         return found
 
     # --- classes of ranks
@@ -178,7 +177,7 @@ class PageJob:
             )
         if block is not None:
             one, several = _REFUSED if self._is_refused(rank, block) else _WAIT[block.how]
-            name, place = _phrase(block.op, detail), _place(block.op.source, detail)
+            name, place = phrase(block.op, detail), _place(block.op.source, detail)
             return RankActivity(role, one.format(name), several.format(name), place)
         if (frame := _main_frame(view)) is not None:
             where = frame.function or frame.where
@@ -188,7 +187,7 @@ class PageJob:
     def _at_rest(self, view: RankView, role: Role, detail: int) -> RankActivity:
         """Return what a rank without a stack and without an op in flight did last."""
         if view.last_op is not None:
-            words = f"issued {_phrase(view.last_op, detail)} last"
+            words = f"issued {phrase(view.last_op, detail)} last"
             return _same(role, words, _place(view.last_op.source, detail))
         if view.lost_newest:
             return _same(role, "left no readable record")
@@ -222,14 +221,10 @@ def _place(frame: Frame | None, detail: int) -> str:
     return frame_phrase(frame) if detail > 1 else ""
 
 
-def phrase(op: Collective) -> str:
+def phrase(op: Collective, detail: int = _DETAILS) -> str:
     """``"all_reduce #41 of dp"``: without the ranks, so that it is equal for the groups of one mesh
     dimension.
     """
-    return _phrase(op, _DETAILS)
-
-
-def _phrase(op: Collective, detail: int) -> str:
     if op.is_point_to_point:
         if detail < _DETAILS:
             return "a send or receive" if detail < 2 else f"a {op.op}"

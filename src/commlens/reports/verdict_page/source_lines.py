@@ -38,9 +38,7 @@ def others_line(job: PageJob) -> OtherLine | None:
     channel, number, focused = job.focus[0]
     ranks: dict[Frame, list[int]] = defaultdict(list)
     for rank in channel[2] if focused is finding else ():
-        view = job.index.views.get(rank)
-        track = view.tracks.get(channel) if view is not None else None
-        op = track.ops.get(number) if track is not None else None
+        op = job.op_of(rank, channel, number)
         if rank not in finding.culprits and op is not None and op.source is not None:
             ranks[op.source].append(rank)
     if not ranks:

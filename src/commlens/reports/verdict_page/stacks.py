@@ -69,9 +69,6 @@ def _main_stack(job: PageJob, rank: int) -> _ClassKey | None:
 
 def _other_threads(job: PageJob, rank: int) -> list[ThreadStack]:
     log = job.index.views[rank].log
-    threads = {
-        stack.thread: stack
-        for stack in [*log.stacks, *log.observation.stacks]
-        if not stack.is_main and stack.frames
-    }
+    stacks = [*log.stacks, *log.observation.stacks]
+    threads = {each.thread: each for each in stacks if not each.is_main and each.frames}
     return [threads[number] for number in sorted(threads)][:_OTHER_THREADS_MAX]

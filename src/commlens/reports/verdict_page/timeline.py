@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from commlens.diagnosis.index.job_index import ChannelKey, RankView
+from commlens.diagnosis.index.job_index import ChannelKey
 from commlens.model.collective import Collective, LearnedHow, State
 from commlens.model.grouping import grouped
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
-from commlens.reports.verdict_page.job import PageJob, label, phrase
+from commlens.reports.verdict_page.job import PageJob, phrase
 from commlens.text import (
     args_phrase,
     format_ranks,
@@ -178,21 +178,12 @@ def _microseconds(moment: int, zero: int) -> int:
 
 def _moment_of_the_fault(job: PageJob) -> tuple[int, str] | None:
     for key, number, _ in job.focus:
-        found = [
-            op
-            for view in job.index.views.values()
-            if (op := _op(view, key, number)) is not None and op.announced_ns
-        ]
-        if found:
+        ops = (job.op_of(rank, key, number) for rank in job.index.views)
+        if found := [op for op in ops if op is not None and op.announced_ns]:
             first = min(found, key=lambda op: op.announced_ns)
             return first.announced_ns, f"the first rank issued {phrase(first)}"
     waits = [block.since_ns for block in job.graph.blocks.values() if block.since_ns]
     return (min(waits), "the first rank began to wait") if waits else None
-
-
-def _op(view: RankView, key: ChannelKey, number: int) -> Collective | None:
-    track = view.tracks.get(key)
-    return track.ops.get(number) if track is not None else None
 
 
 def _arrivals(
@@ -201,21 +192,19 @@ def _arrivals(
     met: list[tuple[int, int]] = []
     absent: list[int] = []
     names: set[str] = set()
-    first: Collective | None = None
     for rank in key[2]:
-        view = job.index.views.get(rank)
-        op = _op(view, key, number) if view is not None else None
-        if op is not None and op.announced_ns:
+        op = job.op_of(rank, key, number)
+        if op is None:
+            absent.append(rank)
+        elif op.announced_ns:
             met.append((_microseconds(op.announced_ns, zero), rank))
             names.add(op.op)
-            first = first or op
-        elif op is None:
-            absent.append(rank)
-    if first is None:
+    if not met:
         return None
     met.sort()
-    name = first.op if len(names) == 1 else "collective"
-    title = f"{name} #{number} of {label(first)} [{members_text(key[2])}]"
+    name = names.pop() if len(names) == 1 else "collective"
+    group = group_label(job.index.channels[key].group, "the default group")
+    title = f"{name} #{number} of {group} [{members_text(key[2])}]"
     return Arrivals(
         title,
         channels(key),
