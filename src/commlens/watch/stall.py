@@ -20,6 +20,7 @@ The next check comes after
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
@@ -96,16 +97,6 @@ def patience_s(stall_timeout: float, steps: int) -> float:
     return stall_timeout
 
 
-def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bool:
-    """Return whether a wait is so long that the processes are sampled: what they do fills the
-    observer's window by the time the wait is looked at. But most waits end soon, so the first
-    quarter of the stall timeout is never sampled, nor the first half of a limit.
-    """
-    return age_s >= max(patience_s / 4, patience_s - _SAMPLED_S) or any(
-        each.waited_s >= max(each.limit_s / 2, each.limit_s - _SAMPLED_S) for each in limits
-    )
-
-
 def timeout_lead_s(timeout_s: float) -> float:
     """Return how long before a process group's timeout the dump is made: 10% of it, at most 15 s,
     at least 2 s, but never more than a quarter of a timeout below 8 s.
@@ -125,11 +116,6 @@ class OpenWait(NamedTuple):
     timeout_s: float = 0.0  # of its process group; 0: unknown
     expires_ns: int = 0  # when that expires, CLOCK_MONOTONIC; 0: unknown
     limit_s: float = 0.0  # set by StallLimit: a longer wait is looked at; 0: nothing is learned
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether it is of another node."""
-        return self.pid < 0
 
 
 def _collective_wait(pid: int, status: BoxStatus, usual_s: float) -> OpenWait:
@@ -199,7 +185,15 @@ class _Limit(NamedTuple):
 
     waited_s: float
     limit_s: float
-    is_learned: bool
+    is_learned: bool = False
+
+
+def _is_sampled(wait: _Limit, first: float) -> bool:
+    """Return whether a wait is so long that the processes are sampled: what they do fills the
+    observer's window by the time the wait is looked at. But most waits end soon, so the ``first``
+    part of the time until then is never sampled.
+    """
+    return wait.waited_s >= max(first * wait.limit_s, wait.limit_s - _SAMPLED_S)
 
 
 class Check(NamedTuple):
@@ -232,12 +226,12 @@ def _check_of(
     age_s: float,
     patience_s: float,
     limits: Sequence[_Limit],
+    timeout_s: float,
     *,
-    timeout_s: float = 0.0,
-    finished: bool = False,
+    finished: bool,
 ) -> Check | None:
     """Return the check that is due: a process group times out, a rank has finished, or a wait is
-    longer than its limit.
+    longer than its limit. The arguments are those of :class:`Check`.
     """
     over = [each for each in limits if each.waited_s >= each.limit_s]
     is_early = age_s < patience_s - _FIRST_OF_TWO_S and not finished and not timeout_s
@@ -245,24 +239,6 @@ def _check_of(
         return None
     notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
-
-
-def _shortened(check: Check, verdict: Verdict) -> Check:
-    """Return a check with the age of the waits that its verdict is about. The oldest wait may be
-    another one: a thread may wait for a command while its job goes on.
-    """
-    cause = verdict.cause
-    held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
-    return check if held_up_s is None else check._replace(age_s=held_up_s)
-
-
-def _pause_s(check: Check, until_patience_s: float, *, is_shortened: bool) -> float:
-    """Return in how many seconds to look again at a verdict that is not confirmed: soon, unless a
-    thread waits for hours while the ranks go on.
-    """
-    if not check.is_too_soon:
-        return CONFIRM_S
-    return max(CONFIRM_S, until_patience_s) if is_shortened else min(CONFIRM_S, until_patience_s)
 
 
 def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
@@ -280,13 +256,13 @@ class StallDetector:
     def __init__(self, settings: Settings) -> None:
         self.stall: Stall | None = None  # the present suspicion
         self._settings = settings
-        # seconds, CLOCK_MONOTONIC, at which to look because a rank has finished; None: none has
-        self._finished_due: float | None = None
+        # seconds, CLOCK_MONOTONIC, at which to look because a rank has finished
+        self._finished_due = math.inf
         self._finished_looks = 0
         # how long the longest wait was that has a notice, by why and for which ranks
         self._notices: dict[tuple[str, frozenset[int]], float] = {}
-        # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
-        self._resumed_ns = 0
+        self.resumed_ns = 0
+        """When the job last went on after it was paused as a whole, CLOCK_MONOTONIC."""
         # (pid, index) of collectives whose timeout has already caused a dump
         self._expiring: set[tuple[int, int]] = set()
 
@@ -299,22 +275,14 @@ class StallDetector:
         """Note that the whole job has been paused until now: no rank waited for another one in that
         time. Returns whether the pause is new.
         """
-        known, self._resumed_ns = self._resumed_ns, now_ns
+        known, self.resumed_ns = self.resumed_ns, now_ns
         return now_ns - known > _NEW_PAUSE_NS
-
-    @property
-    def resumed_ns(self) -> int:
-        """When the job last went on after it was paused as a whole, CLOCK_MONOTONIC."""
-        return self._resumed_ns
 
     def sample_every_s(self, now_ns: int) -> float:
         """Return the time between samples of the processes, in seconds."""
-        long = max(60.0, 3 * self._settings.stall_ceiling_s)
-        return (
-            SAMPLE_S
-            if self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long
-            else SLOW_SAMPLE_S
-        )
+        long_s = max(60.0, 3 * self._settings.stall_ceiling_s)
+        is_new = self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long_s
+        return SAMPLE_S if is_new else SLOW_SAMPLE_S
 
     def take_ended(self, waiting: Sequence[OpenWait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
@@ -347,12 +315,15 @@ class StallDetector:
         now = now_ns / 1e9
         steps = max((member.status.steps for member in members if member.status), default=0)
         patience = patience_s(self._settings.stall_ceiling_s, steps)
-        oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
+        oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self.resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
         limits = self._limits(waiting, now_ns, patience, is_first=steps == 0) if looks_early else []
-        has_finished = self._finished_due is not None
-        if not (timeout_s or has_finished or _is_suspect(age, patience, limits)):
+        has_finished = self._finished_due < math.inf
+        is_long = _is_sampled(_Limit(age, patience), 1 / 4) or any(
+            _is_sampled(each, 1 / 2) for each in limits
+        )
+        if not (timeout_s or has_finished or is_long):
             # One that was reported is kept until take_ended(): its wait may be suspect again, and
             # is not now because the job was paused.
             if self.stall is None or self.stall.verdict is None:
@@ -361,19 +332,12 @@ class StallDetector:
         stall = self.stall = self.stall or Stall(oldest_ns, next_check=now + OBSERVED_S)
         if stall.verdict is None:
             stall.since_ns = max(stall.since_ns, oldest_ns)
-        if timeout_s:
-            return _check_of(now, age, patience, limits, timeout_s=timeout_s)
-        if now < stall.next_check:
+        if now < stall.next_check and not timeout_s:
             return None
-        return _check_of(now, age, patience, limits, finished=self._some_finished(now, members))
-
-    def _some_finished(self, now: float, members: Sequence[Member]) -> bool:
-        """Return whether a rank has finished, and ranks that had time to finish since still run."""
-        return (
-            self._finished_due is not None
-            and now >= self._finished_due
-            and any(member.alive for member in members)
-        )
+        # the others had time to finish, too
+        finished = now >= self._finished_due and any(member.alive for member in members)
+        finished = finished and not timeout_s
+        return _check_of(now, age, patience, limits, timeout_s, finished=finished)
 
     def _limits(
         self, waiting: Sequence[OpenWait], now_ns: int, patience: float, *, is_first: bool
@@ -396,9 +360,9 @@ class StallDetector:
             if wait.kind == "stack":  # it may be no wait
                 continue
             is_learned = wait.limit_s > 0 and not is_first
-            unknown_s = elsewhere_s if wait.is_elsewhere else UNKNOWN_S
+            unknown_s = elsewhere_s if wait.pid < 0 else UNKNOWN_S
             limit_s = wait.limit_s if is_learned else unknown_s
-            waited_s = (now_ns - max(wait.since_ns, self._resumed_ns)) / 1e9
+            waited_s = (now_ns - max(wait.since_ns, self.resumed_ns)) / 1e9
             if limit_s < patience:
                 found.append(_Limit(waited_s, limit_s, is_learned))
         return found
@@ -500,7 +464,10 @@ class StallDetector:
         stall = self.stall
         assert stall is not None
         key, oldest_s = identity_of(verdict), check.age_s
-        check = _shortened(check, verdict)
+        if isinstance(verdict.cause, (Missing, Working)) and verdict.cause.held_up_s is not None:
+            # the oldest wait may be another one: a thread may wait for a command for hours while
+            # its job goes on
+            check = check._replace(age_s=verdict.cause.held_up_s)
         until_patience_s = max(0.02, check.patience_s - check.age_s)
         is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
@@ -513,10 +480,9 @@ class StallDetector:
             return False
         if not check.timeout_s and (key != stall.pending or check.is_too_soon):
             stall.pending = key
-            is_shortened = check.age_s < oldest_s
-            stall.next_check = check.now + _pause_s(
-                check, until_patience_s, is_shortened=is_shortened
-            )
+            pauses_s = [CONFIRM_S, until_patience_s if check.is_too_soon else CONFIRM_S]
+            pause_s = max(pauses_s) if check.age_s < oldest_s else min(pauses_s)
+            stall.next_check = check.now + pause_s
             return False
         if verdict.kind == "waiting":
             self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
@@ -533,15 +499,14 @@ class StallDetector:
         )
         if check.rank_finished:
             self._finished_looks += 1
-            self._finished_due = (
-                check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
-            )
+            looks_again = self._finished_looks < FINISHED_LOOKS
+            self._finished_due = check.now + FINISHED_SETTLE_S if looks_again else math.inf
 
     def _note_reported(self, stall: Stall, check: Check, verdict: Verdict) -> None:
         stall.reported.append(identity_of(verdict))
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
-        self._finished_due = None
+        self._finished_due = math.inf
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
         """Return whether a wait for these ranks, for the same reason, already has a notice that
