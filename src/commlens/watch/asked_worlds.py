@@ -14,14 +14,8 @@ from commlens.config import AUTO
 from commlens.dumps.clocks import correct_clocks
 from commlens.model.ranklog import RankLog
 from commlens.processes import process
-from commlens.watch.meeting_worlds import (
-    OFF,
-    by_hand,
-    has_name,
-    name_of,
-    places_to_meet,
-    without_replaced,
-)
+from commlens.watch.hand_made_groups import OFF, by_hand, has_name, name_of, places_to_meet
+from commlens.watch.meeting_worlds import without_replaced
 from commlens.watch.nodes.beat import LAST, key
 from commlens.watch.nodes.meeting_places import Place
 from commlens.watch.nodes.remote_evidence import HEAD_RECORDS, unpack_world

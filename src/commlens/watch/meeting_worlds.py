@@ -19,28 +19,33 @@ trainer reports.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
-from commlens.config import AUTO
-from commlens.errors import FormatError
-from commlens.model.collective import QUEUE
-from commlens.model.grouping import grouped
 from commlens.model.ranklog import RankLog
-from commlens.model.store_identity import StoreIdentity, identity_of, parse_address
 from commlens.processes.pyspy import InBackground
 from commlens.text import capital, count, ranks_phrase
+from commlens.watch.hand_made_groups import (
+    EXCHANGES_MAX,
+    NAME_BITS,
+    OFF,
+    by_hand,
+    has_name,
+    made_in,
+    name_of,
+    names_in,
+    newest_logs,
+    places_to_meet,
+)
 from commlens.watch.nodes.beat import LAST, Beat, ByHand, News, key
 from commlens.watch.nodes.exchange import Nodes
-from commlens.watch.nodes.meeting_places import Client, Folder, Place, Store, stored
+from commlens.watch.nodes.meeting_places import Client, Place, stored
 from commlens.watch.nodes.remote_evidence import unpack_world
 from commlens.watch.other_worlds import OtherWorlds, reading_of
 from commlens.watch.roster import Member
@@ -51,12 +56,8 @@ DEFER_S: Final = 8.0
 """For so long, a world leaves its own verdict to the world that reports."""
 _GATHER_S: Final = 6.0
 _MEMBERS_S: Final = 30.0  # between two messages on which processes a world has
-_EXCHANGES_MAX: Final = 4  # each has a thread; programs that make groups anew use few stores
 _GROUPS_MAX: Final = 16  # the newest ones of a node
-_NAME_BITS: Final = 48
 _SLOWER: Final = 2.0  # than the nodes of one job: the store is the program's own
-
-OFF: Final = "off"
 
 WorldLogs = tuple[list[RankLog], list[str]]
 """The logs of a world, and what could not be read, in sentences."""
@@ -141,7 +142,17 @@ class _Exchange(Nodes):
             for beat in beats
             if beat.slot in self.members
         ]
-        return logs, [_out_of_sight(lost.place, beat) for beat in beats]
+        lines = []
+        for beat in beats:
+            died = (
+                f" {capital(ranks_phrase(beat.dead))} of it had died by then." if beat.dead else ""
+            )
+            lines.append(
+                f"The world that {beat.host} reports for met this one in {lost.place}, which has"
+                f" ended or cannot be reached any more.{died} What its ranks did then may be"
+                f" printed on {beat.host}."
+            )
+        return logs, lines
 
     def gather_worlds(
         self, asked: Sequence[Beat], timeout_s: float
@@ -160,7 +171,7 @@ class _Exchange(Nodes):
 
     def _period_s(self) -> float:
         """Rest longer than the nodes of one job do, but not while evidence is gathered."""
-        return super()._period_s() * (1.0 if self._gathering else _SLOWER)
+        return super()._period_s() if self._gathering else _SLOWER * super()._period_s()
 
 
 class MeetingWorlds:
@@ -210,8 +221,8 @@ class MeetingWorlds:
         if now < self._next_groups_at or self._where == OFF:
             return self._groups_here
         self._next_groups_at = now + GROUPS_EVERY_S
-        logs = _newest(members)
-        if any(_made(logs)):
+        logs = newest_logs(members)
+        if any(made_in(logs)):
             others = self._worlds_here.logs(logs, self._folders).values()
             self._groups_here = by_hand(logs, chain.from_iterable(others))[-_GROUPS_MAX:]
         return self._groups_here
@@ -232,7 +243,7 @@ class MeetingWorlds:
             self._exchanges[place] = _Exchange(self._host, self._wake, self._look)
         for place in self._exchanges.keys() - {*wanted}:  # all members are in sight now
             self._exchanges.pop(place).leave()
-        rank = (_EXCHANGES_MAX - len(self._exchanges)) << _NAME_BITS | self._name
+        rank = (EXCHANGES_MAX - len(self._exchanges)) << NAME_BITS | self._name
         for exchange in self._exchanges.values():
             exchange.groups = self._groups_here
             exchange.update_waits(members, waiting, [rank])
@@ -342,7 +353,7 @@ class MeetingWorlds:
                 number
                 for beat in (*beats, *exchange.others)
                 if beat.slot in found
-                for number in _names(beat)
+                for number in names_in(beat)
             }
         for exchange in asked:
             lost, lines = exchange.lost_worlds(answered)
@@ -382,7 +393,10 @@ class MeetingWorlds:
                 beat.slot
                 for beat in exchange.others
                 if beat.slot in exchange.answered_by
-                and (is_complete or all(met[rank] == _exchanges_of(rank) for rank in beat.ranks))
+                and (
+                    is_complete
+                    or all(met[rank] == EXCHANGES_MAX - (rank >> NAME_BITS) for rank in beat.ranks)
+                )
             ]
             if to:
                 exchange.announce(text, kind=kind, to=to)
@@ -401,7 +415,7 @@ def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> d
         live: the slots of those that have not left.
     """
     seats = {
-        slot: {(made.identity, made.member) for made in _made(logs)}
+        slot: {(made.identity, made.member) for made in made_in(logs)}
         for slot, (logs, _) in found.items()
     }
     taken = {seat for slot in seats.keys() & live for seat in seats[slot]}
@@ -410,100 +424,3 @@ def without_replaced(found: Mapping[int, WorldLogs], live: Collection[int]) -> d
         for slot, world in found.items()
         if slot in live or taken.isdisjoint(seats[slot])
     }
-
-
-def name_of(host: str, folder: Path) -> int:
-    """Return the name of the world with this folder of black boxes."""
-    digest = hashlib.sha256(f"{host} {folder}".encode()).hexdigest()
-    return int(digest, 16) % (1 << _NAME_BITS)
-
-
-def has_name(beat: Beat, names: Collection[int]) -> bool:
-    """Return whether a beat is of a world with one of these names."""
-    return not _names(beat).isdisjoint(names)
-
-
-def _names(beat: Beat) -> set[int]:
-    """Return the names in the ranks of a world's beat: it has one rank."""
-    return {rank % (1 << _NAME_BITS) for rank in beat.ranks}
-
-
-def _out_of_sight(place: Place, last: Beat) -> str:
-    """Return the last word of a world, after the place was lost where it met this one."""
-    died = f" {capital(ranks_phrase(last.dead))} of it had died by then." if last.dead else ""
-    return (
-        f"The world that {last.host} reports for met this one in {place}, which has ended or cannot"
-        f" be reached any more.{died} What its ranks did then may be printed on {last.host}."
-    )
-
-
-def _exchanges_of(rank: int) -> int:
-    """Return in how many exchanges the world with this rank takes part."""
-    return _EXCHANGES_MAX - (rank >> _NAME_BITS)
-
-
-def _newest(members: Sequence[Member]) -> list[RankLog]:
-    """Return the logs of members with what they set up, and few records."""
-    logs = []
-    for member in members:
-        with contextlib.suppress(FormatError):
-            logs += [member.box.log(newest=1)] if member.box is not None else []
-    return logs
-
-
-class _Made(NamedTuple):
-    """A group made by hand, as the log of one of its members records it."""
-
-    identity: StoreIdentity  # the same for all members
-    member: int  # its number in the group
-    at_ns: int  # Unix ns
-
-
-def _made(logs: Iterable[RankLog]) -> Iterator[_Made]:
-    """Return the groups made by hand in which other nodes may have members: message queues are in
-    the memory of one node.
-    """
-    for log in logs:
-        for op in (*log.setups, *log.collectives):
-            made = op.channel.group.hand_made
-            if made is not None and made.store and op.channel.device != QUEUE:
-                yield _Made(identity_of(log, made), made.member, op.announced_ns)
-
-
-def by_hand(logs: Sequence[RankLog], others: Iterable[RankLog] = ()) -> list[ByHand]:
-    """Return the groups made by hand that processes with these ``logs`` are in, with the members
-    among these and ``others``, oldest first.
-    """
-    own = {made.identity for made in _made(logs)}
-    seen = sorted(_made([*logs, *others]), key=lambda made: made.at_ns)
-    members = grouped((made.identity, made.member) for made in seen if made.identity in own)
-    return [ByHand(*each, tuple(sorted(set(known)))) for each, known in members.items()]
-
-
-def places_to_meet(groups: Iterable[ByHand], where: str, host: str) -> list[Place]:
-    """Return the stores or folders of the newest groups that have members out of sight. Their
-    worlds meet there.
-
-    Args:
-        groups: the members that are in sight, oldest first.
-        where: the setting ``meet``.
-        host: this machine's name.
-    """
-    members = grouped(((each.store, each.size, each.ordinal), each.members) for each in groups)
-    # of the groups of which fewer members are in sight than there are
-    stores = dict.fromkeys(
-        store
-        for (store, size, _), known in members.items()
-        if len({*chain.from_iterable(known)}) < size
-    )
-    found: dict[Place, None] = {}
-    for store in stores:
-        address = parse_address(store)
-        name = ":".join(address) if address.port else store
-        if where != AUTO:
-            digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-            found[Folder(Path(where) / f".commlens-worlds-{digest}")] = None
-        elif address.port:
-            at = "localhost" if address.host == host else address.host
-            found[Store(at, int(address.port), within="commlens/worlds/")] = None
-    return [*found][-_EXCHANGES_MAX:]

@@ -10,15 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from met_worlds import STORE, World, eventually, log_of, ticking
 
-from commlens.model.collective import QUEUE
 from commlens.watch import meeting_worlds
+from commlens.watch.hand_made_groups import names_in
 from commlens.watch.nodes.beat import Beat, ByHand
 from commlens.watch.nodes.exchange import Nodes
-from commlens.watch.nodes.meeting_places import Folder, Store
+from commlens.watch.nodes.meeting_places import Folder
 from commlens.watch.other_worlds import reading_of
 from commlens.watch.stall import OpenWait
 
@@ -237,7 +236,7 @@ def test_the_processes_of_a_world_stay_known_when_the_place_ends(two: tuple[Worl
         " which has ended or cannot be reached any more. Rank 0 of it had died by then. What its"
         f" ranks did then may be printed on {second.host}."
     ]
-    answered = {name for beat in exchange.lost_store.beats for name in meeting_worlds._names(beat)}
+    answered = {name for beat in exchange.lost_store.beats for name in names_in(beat)}
     assert exchange.lost_worlds(answered) == ([], []), "the world has answered in another place"
 
 
@@ -278,30 +277,9 @@ def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> 
     eventually(lambda: not second.hears(), second)
 
 
-def test_worlds_meet_only_where_members_are_out_of_sight(quick: None, tmp_path: Path) -> None:
-    def places(*groups: ByHand, where: str = "auto") -> list[Any]:
-        return meeting_worlds.places_to_meet(groups, where, "host0")
-
-    whole = ByHand(STORE, 2, 0, (0, 1))
-    assert places() == places(whole) == []
-    assert places(ByHand(STORE, 2, 0, (0,)), ByHand(STORE, 2, 0, (1,))) == []
-    part = ByHand("10.0.0.1:29600/other", 2, 1, (1,))
-    theirs = Store("10.0.0.1", 29600, within="commlens/worlds/")
-    assert places(whole, part) == [theirs]
-    assert places(part, ByHand("host0:1/a", 2, 0, (1,)), ByHand("host0:1/b", 3, 0, (1,))) == [
-        theirs,
-        Store("localhost", 1, within="commlens/worlds/"),
-    ]
-    logs = [log_of(0, "host0", "h:1/late"), log_of(0, "host0", "h:1/early")]
-    logs[0].setups[0].announced_ns = 5
-    assert [each.store for each in meeting_worlds.by_hand(logs, ())] == ["h:1/early", "h:1/late"]
-    queue = log_of(0, "host0", "host0/psm_1")
-    queue.setups[0].channel = msgspec.structs.replace(queue.setups[0].channel, device=QUEUE)
-    assert meeting_worlds.by_hand([queue], ()) == []
-    by_file = ByHand("/tmp/store", 2, 0, (1,))
-    assert places(by_file) == []
-    (folder,) = places(by_file, where=str(tmp_path))
-    assert isinstance(folder, Folder) and folder.path.parent == tmp_path
+def test_a_world_sees_its_own_groups_unless_it_must_meet_no_other(
+    quick: None, tmp_path: Path
+) -> None:
     alone = World(0, "off", tmp_path)
     assert alone.worlds.groups([alone.member]) == []
     seen = World(0, "auto", tmp_path)
