@@ -48,7 +48,7 @@ from commlens.watch.nodes import exchange as meeting
 from commlens.watch.nodes import (
     gathering,
     meeting_places,
-    peers,
+    nodes_in_sight,
     periods,
     remote_evidence,
     states_tree,
@@ -77,7 +77,7 @@ THREADS = 4  # of each process that runs nodes
 RECORDS = 2000
 # all nodes share the cores of one machine, so they need longer than in a job
 states_tree.FIRST_S = gathering.GATHER_S = 60.0  # type: ignore[misc]
-periods.LOST_S = meeting.LOST_S = peers.LOST_S = 60.0  # type: ignore[misc,attr-defined]
+periods.LOST_S = meeting.LOST_S = nodes_in_sight.LOST_S = 60.0  # type: ignore[misc,attr-defined]
 HEAD = 12  # bytes of a packed box before its compressed content
 ASKED_AGAIN = 1 + WAITERS_ASKED  # nodes: the culprit's, and those of some that wait for it
 MORE = more_records_of_each(ASKED_AGAIN * RANKS)

@@ -47,7 +47,7 @@ from commlens.watch.nodes import (
     bundles,
     exchange,
     gathering,
-    peers,
+    nodes_in_sight,
     periods,
     remote_evidence,
     states_tree,
@@ -247,7 +247,7 @@ class Row(NamedTuple):
 
 def simulate(count: int) -> Row:
     """Simulate so many nodes."""
-    for module in (exchange, peers, periods):
+    for module in (exchange, nodes_in_sight, periods):
         module.LOST_S = NEVER_S  # type: ignore[attr-defined]
     gathering.GATHER_S = other_nodes._ANSWERS_S = NEVER_S  # type: ignore[misc]
     states_tree.FIRST_S = NEVER_S  # type: ignore[misc]

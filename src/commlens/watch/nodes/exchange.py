@@ -65,9 +65,8 @@ LINGER_S: Final = 3 * BUSY_PERIOD_S  # before a process ends that has just publi
 class Nodes(Gathering):
     """This node's part in the exchange. Public methods are called from the watcher's thread.
 
-    :class:`~commlens.watch.nodes.peers.Peers` holds this node's beat and those of the others,
-    :class:`Gathering` the requests for evidence; this class exchanges them with the store, in a
-    thread of its own.
+    ``NodesInSight`` holds this node's beat and those of the others, :class:`Gathering` the requests
+    for evidence; this class exchanges them with the store, in a thread of its own.
 
     Args:
         host: this machine's name.

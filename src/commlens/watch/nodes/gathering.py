@@ -14,7 +14,7 @@ import msgspec
 
 from commlens.watch.nodes.beat import LAST, Beat, Request, key
 from commlens.watch.nodes.meeting_places import Client, stored
-from commlens.watch.nodes.peers import Peers
+from commlens.watch.nodes.nodes_in_sight import NodesInSight
 from commlens.watch.nodes.periods import BUSY_PERIOD_S, busy_period_s
 from commlens.watch.nodes.states import Collecting, States
 from commlens.watch.nodes.states_tree import Tree
@@ -24,9 +24,9 @@ GATHER_S: Final = 3.0  # to wait for evidence; more with many nodes
 Answer = TypeVar("Answer")
 
 
-class Gathering(Peers):
+class Gathering(NodesInSight):
     """The requests for evidence of this node and of others, and their answers. The arguments are
-    those of :class:`Peers`.
+    those of :class:`NodesInSight`.
     """
 
     def _reset(self) -> None:

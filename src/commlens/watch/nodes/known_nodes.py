@@ -70,8 +70,8 @@ class Lost(NamedTuple):
 
 
 class KnownNodes:
-    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.peers.Peers`
-    holds its lock around every call.
+    """The other nodes, by slot. Not safe for threads: ``NodesInSight`` holds its lock around every
+    call.
 
     ``mine`` is always this node's own value: nodes of another incarnation of the job are left out.
     ``now`` is ``time.monotonic()``.
@@ -119,7 +119,11 @@ class KnownNodes:
 
     def _make_view(self, mine: Beat, now: float) -> NodesView:
         peers = self.peers(mine)
-        living = self._living(peers, now)
+        living = [
+            known
+            for known in peers
+            if now - known.changed <= self.lost_s and not known.beat.finished
+        ]
         live = [known.beat for known in living]
         heard = [known.beat for known in peers if known.lives]
         unfinished = (known.beat.order for known in peers if not known.beat.finished)
@@ -134,13 +138,6 @@ class KnownNodes:
             list(filter(attrgetter("news"), heard)),
             [slot for _, slot in heapq.nsmallest(_SUCCESSORS, unfinished)],
         )
-
-    def _living(self, peers: Sequence[Known], now: float) -> list[Known]:
-        return [
-            known
-            for known in peers
-            if now - known.changed <= self.lost_s and not known.beat.finished
-        ]
 
     def lost(
         self, mine: Beat, now: float, *, after_s: float, without_store: bool, read_every_s: float

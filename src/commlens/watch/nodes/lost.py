@@ -20,7 +20,7 @@ from commlens.model.ranklog import End, Observation, RankLog
 from commlens.text import joined, op_phrase, ranks_phrase, verb
 from commlens.watch.nodes.contact import LostStore
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.peers import Peers
+from commlens.watch.nodes.nodes_in_sight import NodesInSight
 from commlens.watch.roster import Member
 
 _SAME_MOMENT_S: Final = 3.0
@@ -117,7 +117,7 @@ class LostStoreReport:
         self._issued: dict[int, int] = {}  # records when the store was lost, by pid
         self._is_reported = False
 
-    def take_line(self, nodes: Peers, members: Sequence[Member]) -> str:
+    def take_line(self, nodes: NodesInSight, members: Sequence[Member]) -> str:
         """Return the line if it is time to print it; else an empty text."""
         lost = nodes.lost_store
         if lost is None or self._is_reported:

@@ -25,7 +25,7 @@ from commlens.watch.nodes import (
     known_nodes,
     lost,
     meeting_places,
-    peers,
+    nodes_in_sight,
     periods,
     states_tree,
 )
@@ -69,7 +69,7 @@ _MODULES = (
     lost,
     meeting_places,
     nodes,
-    peers,
+    nodes_in_sight,
     periods,
     states_tree,
 )

@@ -7,11 +7,11 @@ import time
 import msgspec
 
 from commlens.watch.nodes.beat import Beat
-from commlens.watch.nodes.peers import Peers
+from commlens.watch.nodes.nodes_in_sight import NodesInSight
 
 
 def test_the_oldest_waits_of_many_nodes_are_followed() -> None:
-    node = Peers("host0", None)
+    node = NodesInSight("host0", None)
     node.update(slot=0, ranks=[0])
     node._contact.note_answer(time.monotonic())
     beats = [

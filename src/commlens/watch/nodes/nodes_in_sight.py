@@ -32,7 +32,7 @@ from commlens.watch.stall import OpenWait
 _NEWS_KEPT: Final = 4  # lines in a beat
 
 
-class Peers:
+class NodesInSight:
     """This node's beat, and what follows from the beats of the other nodes.
 
     Args:
