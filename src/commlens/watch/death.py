@@ -56,12 +56,6 @@ def was_interrupted(member: Member) -> bool:
     )
 
 
-def _was_terminated(member: Member) -> bool:
-    return member.ending is not None and (
-        member.ending.signal == "SIGTERM" or member.ending.exit_code == _TERMINATED_CODE
-    )
-
-
 def _was_killed(member: Member) -> bool:
     return member.ending is not None and member.ending.signal == "SIGKILL"
 
@@ -179,9 +173,10 @@ class DeathDetector:
             # Ctrl-C reaches all ranks, of which those in C++ end later. Where one rank alone was
             # interrupted, its launcher ends the others.
             ended = [member for member in members if member is not self.first and not member.alive]
-            self.alone = any(_was_terminated(member) for member in ended) and not any(
-                was_interrupted(member) for member in ended
-            )
+            endings = [member.ending for member in ended if member.ending is not None]
+            self.alone = any(
+                each.signal == "SIGTERM" or each.exit_code == _TERMINATED_CODE for each in endings
+            ) and not any(map(was_interrupted, ended))
             return not self.alone
         return not self.alone and job_was_stopped(members, hung=hung)
 

@@ -5,11 +5,11 @@ their stacks: nothing records their calls, and ranks may wait for them.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from commlens.blackbox import rank_claims
@@ -23,6 +23,7 @@ _AT_ONCE: Final = 4
 _MOST: Final = 32  # processes of a node
 _FRESH_S: Final = 3.0
 _TIMEOUT_S: Final = 2.0  # of each py-spy
+_NEVER: Final[tuple[float, Stack]] = (-math.inf, ())  # not read yet
 
 
 class HelperStacks:
@@ -43,18 +44,20 @@ class HelperStacks:
             and member.box is not None
             and member.pid in observations
         }
-        claims = [claim for folder in set(ranks.values()) for claim in _claims_in(folder, ranks)]
+        claims: list[rank_claims.RankClaim] = []  # of living processes that these ranks started
+        for folder in set(ranks.values()):
+            with contextlib.suppress(OSError):
+                children = rank_claims.of_children(folder)
+                claims += [claim for pid in ranks for claim in children.get(pid, ())]
+        oldest = time.monotonic() - _FRESH_S
         self._known = {claim: self._known[claim] for claim in claims if claim in self._known}
-        self._look([claim for claim in claims[:_MOST] if not self._is_fresh(claim)])
+        self._look([each for each in claims[:_MOST] if self._known.get(each, _NEVER)[0] <= oldest])
         for pid in ranks:
             observations[pid].helpers = [
-                HelperProcess(claim.pid, claim.group, self._known.get(claim, (0.0, ()))[1])
+                HelperProcess(claim.pid, claim.group, self._known.get(claim, _NEVER)[1])
                 for claim in claims
                 if claim.started_by == pid
             ]
-
-    def _is_fresh(self, claim: rank_claims.RankClaim) -> bool:
-        return claim in self._known and time.monotonic() - self._known[claim][0] < _FRESH_S
 
     def _look(self, claims: list[rank_claims.RankClaim]) -> None:
         if not claims or pyspy.find() is None:
@@ -62,14 +65,6 @@ class HelperStacks:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="commlens-helpers") as pool:
             for claim, stack in zip(claims, pool.map(_stack_of, claims), strict=True):
                 self._known[claim] = time.monotonic(), stack
-
-
-def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[rank_claims.RankClaim]:
-    """Return the claims of living processes that these ranks started."""
-    with contextlib.suppress(OSError):
-        children = rank_claims.of_children(folder)
-        return [claim for pid in ranks for claim in children.get(pid, ())]
-    return []
 
 
 def _stack_of(claim: rank_claims.RankClaim) -> Stack:

@@ -529,19 +529,14 @@ def _end_of_hang(
     reporter: Reporter, dead: Sequence[Member], verdict: Verdict, earlier: Verdict
 ) -> str:
     """Return how ranks ended that an earlier verdict explains; empty if it does not."""
-    if _are_victims(dead, earlier):
+    waited = {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())}
+    were_killed = any(member.ending is not None and member.ending.signal for member in dead)
+    if earlier.is_fault and not were_killed and waited.issuperset(each.rank for each in dead):
         logs = reporter.examined.logs
         errors = [each.exception for each in logs if each.rank == dead[0].rank]
         error = next((f" ({each})" for each in errors if each), "")
         return f"gave up waiting{error}"
     return "ended while the job hung" if leaves_standing(verdict, earlier) else ""
-
-
-def _are_victims(dead: Sequence[Member], earlier: Verdict) -> bool:
-    """Return whether ranks that ended by themselves were held up, by an earlier verdict."""
-    waiting = {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())}
-    were_killed = any(member.ending is not None and member.ending.signal for member in dead)
-    return earlier.is_fault and not were_killed and waiting.issuperset(one.rank for one in dead)
 
 
 # --- tensors that differ between ranks

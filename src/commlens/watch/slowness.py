@@ -121,7 +121,8 @@ class Slowness:
         try:
             if now >= self._meet_at and not self._failed:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
-            ranks = [member for member in members if _is_recorded(member)]
+            here = (member for member in members if member.alive and member.here)
+            ranks = [member for member in here if member.box is not None and member.rank >= 0]
             if self._observer is not None and not self._failed:
                 # what that cost is rested before the next sample
                 self._due += self._rest_s(lambda: news.extend(self._explain(ranks))) - INTERVAL_S
@@ -259,23 +260,19 @@ class Slowness:
         self._profiles, self._observer = {}, None
         if slow is None or observer is None or pids.keys() != {each.rank for each in logs}:
             return []
-        if self._are_cleared(slow):
-            return []
+        judged = self._judgement
+        if judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks):
+            return []  # the comparison of all nodes no longer finds these ranks
         sample(ranks, observer)
         for each in logs:
             each.observation = observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
-        compared = self._judgement.ranks if self._judgement is not None else ()
+        compared = judged.ranks if judged is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
         slow = with_since(slow, self._paces)
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
-
-    def _are_cleared(self, slow: SlowRanks) -> bool:
-        """Return whether the comparison of all nodes no longer finds these ranks."""
-        judged = self._judgement
-        return judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks)
 
     def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
         """Tell, once, that ranks make the others wait periodically; if they do not, begin to
@@ -394,7 +391,3 @@ def profile_seconds(cost: float) -> int:
     told from those who differ by chance: the smaller the share, the more samples.
     """
     return min(_LONGEST_PROFILE_S, max(PROFILE_S, round(0.1 / cost**2)))
-
-
-def _is_recorded(member: Member) -> bool:
-    return member.alive and member.here and member.box is not None and member.rank >= 0

@@ -71,15 +71,12 @@ def explains(death: Verdict, earlier: Verdict) -> bool:
     """Return whether a death explains an earlier verdict: it is about the same collective, but
     named other ranks.
     """
-    same = (
-        death.collective is not None
-        and death.collective == earlier.collective
-        and death.group == earlier.group
-    )
     return (
         death.kind == "dead"
         and earlier.is_fault
-        and same
+        and death.collective is not None
+        and death.collective == earlier.collective
+        and death.group == earlier.group
         and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
     )
 
@@ -124,7 +121,9 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
     concerned: Iterable[int] = range(max((member.world_size for member in seen), default=0))
     if verdict.group is not None and verdict.kind.startswith("mismatch"):
         concerned = verdict.group.ranks if not verdict.worlds.are_several else concerned
-    known = {member.rank for member in seen} | elsewhere | _never_started(verdict)
+    known = {member.rank for member in seen} | elsewhere
+    if isinstance(verdict.cause, Unrecorded) and verdict.cause.reason == "not-started":
+        known |= {*verdict.cause.ranks}
     if unseen := sorted(set(concerned) - known):
         with naming_worlds(verdict.worlds):
             return f"there is no record of {ranks_phrase(unseen)} here"
@@ -135,14 +134,6 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
     )
 
 
-def _never_started(verdict: Verdict) -> set[int]:
-    """Return the ranks that belong on this node and were never started, by the verdict."""
-    cause = verdict.cause
-    if isinstance(cause, Unrecorded) and cause.reason == "not-started":
-        return {*cause.ranks}
-    return set()
-
-
 def identity_of(verdict: Verdict) -> tuple[object, ...]:
     """Return what a verdict says: it is printed again only when this changes."""
     return (verdict.is_fault and verdict.confidence == "low", *_fault_of(verdict))
@@ -150,8 +141,7 @@ def identity_of(verdict: Verdict) -> tuple[object, ...]:
 
 def _fault_of(verdict: Verdict) -> tuple[object, ...]:
     """Return a verdict's fault without its confidence."""
-    collective = verdict.collective
-    group = verdict.group
+    collective, group = verdict.collective, verdict.group
     return (
         verdict.kind,
         tuple(verdict.culprits or waited_for(verdict)),
