@@ -83,24 +83,24 @@ def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundWo
         name = wanted or job_name
         about = f" that match {name!r}" if name else ""
         here = all_worlds()
-        matching = [world for world in here if _matches(world, wanted, job_name)]
+        matching = [
+            world
+            for world in here
+            if any(wanted is None or wanted in one.command for one in world.ranks)
+            and any(job_name is None or job_name in one.names for one in world.ranks)
+        ]
         several = f"Several jobs{about} run on this machine"
         if not matching:
+            own = f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
             raise EvidenceError(
-                f"No ranks of a distributed job{about} run on this machine{_as_this_user()}."
-                " Give the pid of a rank or of its launcher."
+                f"No ranks of a distributed job{about} run on this machine"
+                f"{own if os.geteuid() else ''}. Give the pid of a rank or of its launcher."
             )
     worlds = _connected_with(matching[0], here)
     found = {pid for world in worlds for pid in world.pids}
     if any(found.isdisjoint(world.pids) for world in matching):
         raise CommandError(f"{several}: {_choice_among(matching)}")
     return worlds
-
-
-def _matches(world: FoundWorld, wanted: str | None, job_name: str | None) -> bool:
-    return any(wanted is None or wanted in one.command for one in world.ranks) and any(
-        job_name is None or job_name in one.names for one in world.ranks
-    )
 
 
 def _connected_with(first: FoundWorld, here: Sequence[FoundWorld]) -> list[FoundWorld]:
@@ -253,11 +253,3 @@ def _with_expected(ranks: list[RankProcess]) -> FoundWorld:
         return FoundWorld(ranks, [])
     start = first.rank - first.local_rank
     return FoundWorld(ranks, list(range(start, start + first.local_size)))
-
-
-def _as_this_user() -> str:
-    return (
-        ""
-        if os.geteuid() == 0
-        else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
-    )

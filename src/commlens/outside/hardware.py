@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -53,10 +53,17 @@ def look_at_hardware(
             )
             for log in logs
         ]
-        expected = worlds[0].expected if len(worlds) == 1 else []
-        absent = _absent(expected, {log.rank for log in logs})
+        known = {log.rank for log in logs}
+        expected = sorted(worlds[0].expected) if len(worlds) == 1 else []
+        absent = [
+            RankOfNode(rank, 0, local_rank, {})
+            for local_rank, rank in enumerate(expected)
+            if rank not in known
+        ]
         health = monitor.report([*here, *absent], wait_s=_WAIT_S)
-        began_ns = min((_started_ns(one.start_ticks) for one in ranks), default=0)
+        first_ticks = min((one.start_ticks for one in ranks), default=0)
+        since_boot_ns = first_ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        began_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) + since_boot_ns
         events = [event for event in health.events if event.at_ns >= began_ns]
         return msgspec.structs.replace(health, began_ns=began_ns, events=events)
 
@@ -64,19 +71,3 @@ def look_at_hardware(
         yield finish
     finally:
         monitor.close()
-
-
-def _absent(expected: Sequence[int], here: Collection[int]) -> list[RankOfNode]:
-    """Return the ranks that should be here and have no process."""
-    return [
-        RankOfNode(rank, 0, local_rank, {})
-        for local_rank, rank in enumerate(sorted(expected))
-        if rank not in here
-    ]
-
-
-def _started_ns(start_ticks: int) -> int:
-    """Return when a process started, Unix ns."""
-    since_boot_ns = start_ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns
-    return time.time_ns() - age_ns

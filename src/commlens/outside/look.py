@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -69,28 +69,20 @@ def look_at(
         one.pid: _sample(one, of_rank, observer, native=native)
         for one, of_rank in zip(ranks, zip(*looks, strict=True), strict=True)
     }
-    _require_stacks(ranks, [sample.log.observation for sample in samples.values()])
-    _add_links(samples if len(worlds) > 1 else {})
+    seen = [sample.log.observation for sample in samples.values()]
+    notes = sorted({each.stacks_note for each in seen if each.stacks_note})
+    if notes and not any(each.stacks for each in seen):
+        raise EvidenceError(
+            f"The stacks of {process.script_of(ranks[0].command)} cannot be read: {notes[0]}."
+        )
+    for link, free in links_between(samples if len(worlds) > 1 else ()).items():
+        for pid, other in (link, link[::-1]) if free else ():
+            samples[pid].linked.append(other)
     found = [_of_world(world, [samples[one.pid] for one in world.ranks], spent) for world in worlds]
     if len(worlds) == 1:
         dumps = take_dumps(ranks)
         found[0].notes, found[0].dumps = dumps.notes, dumps.files
     return found
-
-
-def _require_stacks(ranks: Sequence[RankProcess], seen: Sequence[Observation]) -> None:
-    """Raise an EvidenceError if no stack could be read."""
-    notes = sorted({each.stacks_note or "" for each in seen} - {""})
-    if notes and not any(each.stacks for each in seen):
-        raise EvidenceError(
-            f"The stacks of {process.script_of(ranks[0].command)} cannot be read: {notes[0]}."
-        )
-
-
-def _add_links(samples: Mapping[int, RankSample]) -> None:
-    for link, free in links_between(samples).items():
-        for pid, other in (link, link[::-1]) if free else ():
-            samples[pid].linked.append(other)
 
 
 def _of_world(world: FoundWorld, samples: list[RankSample], spent_s: float) -> HostSamples:
@@ -145,13 +137,8 @@ def look(pid: int, *, native: bool = False, values: bool = False) -> pyspy.Stack
         native: also C++ frames. This pauses the process; without it, it is not paused.
         values: also local variables.
     """
-    options = [*(["--native"] if native else ["--nonblocking"]), *(["--locals"] if values else [])]
-    return pyspy.take(
-        pid,
-        classifier(pid),
-        *options,
-        timeout_s=_PY_SPY_TIMEOUT_S,
-    )
+    options = ["--native" if native else "--nonblocking", *(["--locals"] if values else [])]
+    return pyspy.take(pid, classifier(pid), *options, timeout_s=_PY_SPY_TIMEOUT_S)
 
 
 def classifier(pid: int) -> Callable[[str], FrameKind]:

@@ -4,6 +4,7 @@ it receives a byte through a pipe, and the last errors in the ranks' log files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -104,18 +105,12 @@ def _absolute(path: str, pid: int) -> str:
 
 def _write_byte(pipe: Path) -> bool:
     """Write a byte to a pipe. Returns False if no process reads it."""
-    try:
-        if not pipe.is_fifo():
-            return False
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return os.write(descriptor, b"1") == 1
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        if pipe.is_fifo():
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "wb", buffering=0) as file:  # noqa: PTH123 - of the descriptor
+                return file.write(b"1") == 1
+    return False
 
 
 def _finished(path: Path, after: float) -> bytes | None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,19 +101,15 @@ def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text("/proc/meminfo") or "", re.MULTILINE)
     known = [int(found[1]) * 1024] if found else []
-    known += [left for folder in _limiting(root) if (left := _bytes_left(folder)) is not None]
+    # this process's control groups, and those that contain them: each may have a limit
+    limiting = {
+        each
+        for folder in Cgroup.of(os.getpid(), root).memory
+        for each in (folder, *folder.parents, root)
+        if each == root or root in each.parents
+    }
+    known += [left for left in map(_bytes_left, limiting) if left is not None]
     return min(known, default=None)
-
-
-def _limiting(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and those that contain them: each may
-    have a limit.
-    """
-    for folder in Cgroup.of(os.getpid(), root).memory:
-        while folder != root and root in folder.parents:
-            yield folder
-            folder = folder.parent
-        yield root
 
 
 def _bytes_left(folder: Path) -> int | None:

@@ -184,7 +184,8 @@ class Observer:
         # Of a process that serves a store, what it has served is subtracted from these counts: its
         # connections must be read after them.
         is_old = now - self._tcp_at > _COUNTS_EVERY_S * 5e8
-        if is_old or self._serves_store(subject):
+        seen = (self._tcp[inode] for inode in subject.sockets if inode in self._tcp)
+        if is_old or any(one.port in self.store_ports for one in seen):
             self._tcp, self._tcp_at = process.tcp_sockets(), now
         net_bytes = self._count_traffic(subject, children, now)
         io_bytes = None
@@ -193,11 +194,6 @@ class Observer:
             io_bytes = sum(calls) - subject.served, sum(disks)
         runs = any(stat.state == "R" for stat in stats)
         return _Counts(now, io_bytes, cpu_s, runs, net_bytes)
-
-    def _serves_store(self, subject: _Subject) -> bool:
-        """Return whether one of a process's connections is of a store in which watchers meet."""
-        seen = (self._tcp[inode] for inode in subject.sockets if inode in self._tcp)
-        return bool(self.store_ports) and any(one.port in self.store_ports for one in seen)
 
     def _count_traffic(self, subject: _Subject, children: Sequence[int], now: int) -> int:
         """Return the bytes that the connections of a process and its children have moved so far,

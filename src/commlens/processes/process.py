@@ -14,7 +14,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -245,29 +245,23 @@ def runs_python(pid: int) -> bool:
 
 def has_torch(pid: int) -> bool:
     """Return whether a process has loaded torch."""
-    return _has_mapped(pid, re.compile(b"libtorch"))
+    return any(b"libtorch" in line for line in _mapped(pid))
 
 
 def keeps_box(pid: int) -> bool:
     """Return whether a process is recorded, or is the child of one that is."""
-    return _has_mapped(pid, _BOX)
+    return any(map(_BOX.search, _mapped(pid)))
 
 
 def bypass_libraries(pid: int) -> list[str]:
     """Return the libraries in a process that communicate past torch's dispatcher."""
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
-            return libraries_in(maps)
-    except OSError:
-        return []
+    return libraries_in(_mapped(pid))
 
 
-def _has_mapped(pid: int, name: re.Pattern[bytes]) -> bool:
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
-            return any(name.search(line) for line in maps)
-    except OSError:
-        return False
+def _mapped(pid: int) -> Iterator[bytes]:
+    """Yield the lines of a process's memory map; none if it cannot be read."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as maps:  # noqa: PTH123
+        yield from maps
 
 
 def children(pid: int) -> list[int]:

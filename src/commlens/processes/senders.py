@@ -72,20 +72,12 @@ def take_sender(number: int) -> Sender | None:
     if code not in _FROM_A_PROCESS or pid == os.getpid():
         return None
     # in a pid namespace, the user of a process outside it may be unknown, too
-    sender = Sender(pid=pid, uid=uid, is_own_user=uid == os.getuid())
-    name, parent = _name_and_parent(stat.decode("utf-8", "replace"))
-    sender = replace(sender, name=name)
+    # of /proc/PID/stat, the end may be missing
+    name, _, fields = stat.decode("utf-8", "replace").partition("(")[2].rpartition(")")
+    after = fields.split()
+    parent = int(after[1]) if len(after) > 2 and after[1].isdecimal() else 0
+    sender = Sender(pid=pid, uid=uid, is_own_user=uid == os.getuid(), name=printable(name))
     if parent <= 1:
         return sender
     parent_name = (read_text(f"/proc/{parent}/comm") or "").strip()
     return replace(sender, parent_pid=parent, parent_name=printable(parent_name))
-
-
-def _name_and_parent(stat: str) -> tuple[str, int]:
-    """Return the program's name and its parent's pid from ``/proc/PID/stat``, whose end may be
-    missing.
-    """
-    _, _, rest = stat.partition("(")
-    name, _, fields = rest.rpartition(")")
-    after = fields.split()
-    return printable(name), int(after[1]) if len(after) > 2 and after[1].isdecimal() else 0
