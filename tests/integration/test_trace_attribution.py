@@ -55,7 +55,7 @@ from commlens.model.trace import Phase, TraceEvent
 from commlens.testing import assert_collectives
 from commlens.tracing import trace_events
 from commlens.tracing.attribution import stacks
-from commlens.tracing.tracer import Tracer
+from commlens.tracing.event_log import EventLog
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 
@@ -1527,9 +1527,9 @@ def test_old_events_are_not_looked_through_at_each_collective(
 ) -> None:
     """The whole steps of a sharded model hold more events than are kept elsewhere."""
     looks: list[int] = []
-    summarise_old = Tracer._summarise_old
+    summarise = EventLog.summarise
     monkeypatch.setattr(
-        Tracer, "_summarise_old", lambda tracer: looks.append(1) or summarise_old(tracer)
+        EventLog, "summarise", lambda log, *args: looks.append(1) or summarise(log, *args)
     )
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=0.1)

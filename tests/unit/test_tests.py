@@ -67,7 +67,7 @@ NOT_YET = {
         tracing/attribution/op_names tracing/attribution/owners
          tracing/attribution/pipelines
         tracing/attribution/recomputations tracing/attribution/stacks
-        tracing/backward_waits tracing/fake_tensors tracing/ops tracing/raw_event
+        tracing/fake_tensors tracing/ops tracing/raw_event
         tracing/session tracing/trace_events tracing/tracer
     """,
     "integration/test_trace_command.py": """

@@ -348,7 +348,7 @@ class OpsMode(EagerMode):
         if phase is _BACKWARD and number < FIRST_ACCUMULATION and recomputing is not False:
             phase = _RECOMPUTATION if recomputing or _in_checkpoint() else _BACKWARD
         if located is None:
-            return phase, self._modules.accumulating_path(node)
+            return phase, self._modules.paths.accumulating_path(node)
         return self._place_of(phase, located.row)
 
     def _place_of(self, phase: Phase, row: ModuleRow) -> tuple[Phase, str]:

@@ -38,3 +38,8 @@ class RawEvent:
         """The ``c10d`` op, ``"allreduce_"``."""
         name: str = self.args.content["dop"]
         return name
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether DDP's reducer issues it."""
+        return self.owner is not None and self.owner.library == "DDP"

@@ -134,6 +134,21 @@ def _bytes(tensors: list[Any]) -> int:
     return total
 
 
+def without_repeated(setup_until: int | None, events: Sequence[TraceEvent]) -> int | None:
+    """Return the last collective of the setup without those that later steps issue again, such as a
+    batch's broadcast: these belong to the first step.
+    """
+
+    def call_site(event: TraceEvent) -> tuple[Any, ...]:
+        return event.op, event.group, event.source, event.through
+
+    if not setup_until:
+        return setup_until
+    repeated = {call_site(event) for event in events if (event.last_step or event.step) > 0}
+    setup = [event for event in events if event.sequence <= setup_until]
+    return max((e.sequence for e in setup if call_site(e) not in repeated), default=0)
+
+
 def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and world size; 0 and 1 without a process group."""
     import torch.distributed as dist

@@ -102,7 +102,7 @@ class Traces:
             yield
 
     def counts(self) -> dict[str, Any]:
-        raw = Counter(event.dispatcher_op for event in self.trace.tracer.events)
+        raw = Counter(event.dispatcher_op for event in self.trace.tracer.event_log.events)
         coverage, events = self.trace.coverage, self.trace.events
         return {
             "traced": raw,

@@ -11,11 +11,12 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import bisect
+import operator
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -41,6 +42,7 @@ class ModuleRow:
         "path",
         "recomputed",
         "ref",
+        "root",
         "type",
     )
 
@@ -52,6 +54,7 @@ class ModuleRow:
         self.calls = 0
         self.recomputed = 0
         self.parent = parent  # of its first call
+        self.root: ModuleRow = parent.root if parent is not None else self
         self.ref = weakref.ref(module)
         self.children: dict[int, ModuleRow] = {}  # by id of the module called inside this one
 
@@ -77,12 +80,11 @@ class ModuleCall:
 
 
 class CallTable:
-    """One thread's calls that made autograd nodes, by the first number they could have assigned."""
+    """One thread's calls that made autograd nodes, in the order of their starts."""
 
-    __slots__ = ("_step_start", "calls", "starts")
+    __slots__ = ("_step_start", "calls")
 
     def __init__(self) -> None:
-        self.starts: list[int] = []
         self.calls: list[ModuleCall] = []
         self._step_start = 0  # index of the first call since the last step
 
@@ -90,31 +92,23 @@ class CallTable:
         """Add a call that begins."""
         if len(self.calls) >= _KEPT_CALLS:
             self._forget(_KEPT_CALLS // 2)
-        self.starts.append(call.start)
         self.calls.append(call)
 
     def close(self, number: int | None = None) -> None:
         """Stop following running calls: nodes from ``number`` on are not attributed to them."""
         for call in self.calls:
             if call.end is None:
-                call.end = self.starts[-1] if number is None else number
-
-    def drop_last(self) -> None:
-        """Forget the call added last, which made no node."""
-        del self.starts[-1], self.calls[-1]
+                call.end = self.calls[-1].start if number is None else number
 
     def find(self, number: int) -> ModuleCall | None:
         """Return the innermost call that covers a node's number."""
-        at = bisect.bisect_right(self.starts, number) - 1
+        at = bisect.bisect_right(self.calls, number, key=_start_of) - 1
         call = self.calls[at] if at >= 0 else None
         while call is not None and call.end is not None and call.end <= number:
-            parent = call.parent
             # A recomputed call's parent ran before, perhaps on a thread with other numbers.
-            call = (
-                parent
-                if parent is not None and parent.recomputed_by == call.recomputed_by
-                else None
-            )
+            outer = call.parent
+            is_near = outer is not None and outer.recomputed_by == call.recomputed_by
+            call = outer if is_near else None
         return call
 
     def step_ended(self) -> None:
@@ -123,36 +117,28 @@ class CallTable:
         self._step_start = len(self.calls)
 
     def _forget(self, count: int) -> None:
-        del self.starts[:count], self.calls[:count]
+        del self.calls[:count]
         self._step_start = max(0, self._step_start - count)
 
 
+_start_of: Callable[[ModuleCall], int] = operator.attrgetter("start")
+
+
+class RunningPass(NamedTuple):
+    """A backward pass that a node began inside another one, as reentrant checkpointing's does."""
+
+    by: int | None  # the node's number
+    call: ModuleCall | None  # that made the node
+    inside: int  # the number of the pass in which the node runs
+
+
 class ThreadCalls(threading.local):
-    """The calling thread's running calls, and the table of those that made nodes."""
+    """The calling thread's running calls and nested passes, and the table of the calls that made
+    nodes.
+    """
 
     def __init__(self, tables: list[CallTable]) -> None:
         self.stack: list[ModuleCall] = []
-        self.nested: list[tuple[int, ModuleCall | None]] = []
-        """The running backward passes that a node began, as reentrant checkpointing's does: the
-        node's number and its call.
-        """
-        self.outermost = -1
-        """The number of the pass inside which all of these run."""
+        self.nested: list[RunningPass] = []
         self.table = CallTable()
         tables.append(self.table)
-
-    def find_node(self, number: int) -> ModuleCall | None:
-        """Return the call that made a node with this number, if it was made on this thread.
-
-        A pass that a node began runs the graph that the node has just made: what no call in it
-        covers belongs to the node's own call.
-        """
-        call = self.table.find(number)
-        if self.nested:
-            by, outer = self.nested[-1]
-            return (
-                call
-                if call is not None and (call.end is not None or call.recomputed_by == by)
-                else outer or call
-            )
-        return call

@@ -148,7 +148,7 @@ class Owners:
         known = self._blocks.get(id(block))
         if known is None or known[0]() is not block:
             modules, owner = describe(block)
-            path = next((p for m in modules if (p := self._modules.path_of(m))), None)
+            path = next((p for m in modules if (p := self._modules.paths.path_of(m))), None)
             known = (weakref.ref(block), owner, path)
             if owner.parameters:  # none means not initialised yet
                 self._blocks[id(block)] = known
@@ -157,7 +157,9 @@ class Owners:
 
     def _hooked_bucket(self, bucket: Any) -> tuple[Owner | None, str | None]:
         try:
-            paths = [path for p in bucket.parameters() if (path := self._modules.parameter_path(p))]
+            paths = [
+                path for p in bucket.parameters() if (path := self._modules.paths.parameter_path(p))
+            ]
             row = next(
                 (r.row for r in self._reducers if paths and paths[0].startswith(r.row.path + ".")),
                 None,

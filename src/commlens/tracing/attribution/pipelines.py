@@ -51,7 +51,7 @@ def set_microbatch(
     message: Message | None = getattr(operation, "_commlens_message", None)
     if message is not None:
         event.phase, event.microbatch, event.call = message.phase, message.microbatch, None
-        event.path = modules.name_root(message.module) if message.module is not None else None
+        event.path = modules.paths.name_root(message.module) if message.module is not None else None
 
 
 def _marking(original: Any) -> Any:

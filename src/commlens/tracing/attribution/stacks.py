@@ -23,6 +23,7 @@ import torch
 
 from commlens import native
 from commlens.model.collective import Frame, FrameKind
+from commlens.model.trace import Phase
 from commlens.tap.running_frames import kind_of_file, user_frame
 from commlens.tracing.attribution.recomputations import recomputes
 
@@ -32,10 +33,6 @@ _CACHE_LIMIT = 20_000
 _LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
 
 _PROGRAM = (FrameKind.USER, FrameKind.LIBRARY)
-
-# values of StackInfo.in_pass: a backward pass runs, or a checkpointed function runs again
-ENGINE = "engine"
-RECOMPUTE = "recompute"
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
 _OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120
@@ -191,8 +188,9 @@ class StackInfo:
     engine_calls: bool  # issued by C++ inside the engine, such as DDP's reducer
     # from the innermost frame on; kept alive, since they are looked up by id
     codes: list[CodeType] = field(default_factory=list)
-    in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
-    in_optimizer: bool = False
+    # of the innermost frame that runs a backward pass, a checkpointed function again, or an
+    # optimizer's step
+    phase: Phase | None = None
     # "_c10d_functional.all_reduce", if Python called a functional op
     packet: str | None = None
     explicit: bool = False  # the program asked for the redistribution
@@ -255,8 +253,8 @@ class StackInfos:
         self._count += 1
         while frame is not None:  # from the innermost one outwards
             info.codes.append(frame.f_code)
-            if info.in_pass is None and recomputes(frame.f_code):
-                info.in_pass = RECOMPUTE
+            if info.phase is None and recomputes(frame.f_code):
+                info.phase = Phase.RECOMPUTATION
             if inside := _file_in_torch(frame):
                 _read_torch_frame(info, inside, frame)
             frame = frame.f_back
@@ -277,10 +275,9 @@ def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
         if info.packet is None and is_near and function == "__call__":
             info.packet = _packet_name(frame)
     elif _runs_engine(frame) or (file == _STAGE and _runs_backward(frame.f_code)):
-        info.in_pass = info.in_pass or ENGINE
+        info.phase = info.phase or Phase.BACKWARD
     elif _wraps_step(frame):
-        # Not if the optimizer runs a backward pass, as with a closure.
-        info.in_optimizer = info.in_optimizer or info.in_pass is None
+        info.phase = info.phase or Phase.OPTIMIZER
     elif file == _REDISTRIBUTE and function in ("forward", "backward"):
         # The program asked if no DTensor op did inside of this function. The frames outside of it
         # have not been read yet, so a DTensor op there does not count.

@@ -88,7 +88,7 @@ class CommDebugMode:
         self._entered += 1
         if self._entered == 1:
             self._tracer = tracer = Tracer()
-            tracer.modules.names_wrappers = True
+            tracer.modules.paths.names_wrappers = True
             self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
             tracer.on_collective.append(self._count_issued)

@@ -114,7 +114,7 @@ class ModuleView:
         if call is not None:
             return call.row.path
         node = current_node()  # of a parameter's gradient, in whose hook this runs
-        return (modules.accumulating_path(node) if node is not None else None) or GLOBAL
+        return (modules.paths.accumulating_path(node) if node is not None else None) or GLOBAL
 
     @property
     def parents(self) -> set[str]:
@@ -126,7 +126,7 @@ class ModuleView:
 
     def get_known_fqn(self, mod: Any) -> str | None:
         """Return the path of a module whose root has been called, else None."""
-        return self._tracer.modules.path_of(mod) if self._tracer is not None else None
+        return self._tracer.modules.paths.path_of(mod) if self._tracer is not None else None
 
     def register_user_hooks(
         self,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from commlens.model.trace import Phase
 from commlens.tracing.attribution import modules
 from commlens.tracing.attribution.modules import ModuleTracker
 
@@ -29,5 +30,19 @@ def test_the_end_of_a_pass_that_could_not_be_noted_leaves_the_pass_around_it(
         monkeypatch.setattr(modules, "current_node", _Node)
         loss.backward()
         assert tracker._thread.nested == [noted]
+    finally:
+        tracker.remove()
+
+
+def test_a_call_that_a_listener_fails_to_take_ends_like_any_other() -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    tracker = ModuleTracker()
+    tracker.install()
+    try:
+        tracker.on_enter.append(fail)
+        nn.Linear(2, 1)(torch.ones(1, 2))
+        assert tracker.locate() == (Phase.OUTSIDE, None)
     finally:
         tracker.remove()
