@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from commlens.model.numbers import NanEvent
 from commlens.numbers.batches import WITH_STATISTICS
 from commlens.numbers.measuring import reason_to_skip
-from commlens.numbers.replicas import find_roots, local_part, plain_name
+from commlens.numbers.replicas import find_roots, local_part, module_names
 from commlens.tap import tap
 from commlens.tap.cuda_graphs import is_capturing
 
@@ -114,8 +114,5 @@ def _has_nan(tensor: Any) -> bool:
 
 def _name_of(module: torch.nn.Module) -> str:
     """Return a module's name in its model; its class if it holds nothing to find the model by."""
-    for root in find_roots(module.parameters()):
-        for name, each in root.named_modules():
-            if each is module:
-                return plain_name(name) if name else type(module).__name__
-    return type(module).__name__
+    names = module_names(find_roots(module.parameters()))
+    return names.get(id(module), type(module).__name__)

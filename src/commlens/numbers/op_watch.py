@@ -17,26 +17,27 @@ present one.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from commlens.model.cause import TensorKind
 from commlens.model.grouping import grouped
-from commlens.model.numbers import CheckId, Key, OpLog, OpPlace, OpRun
+from commlens.model.numbers import CheckId, OpLog, OpPlace, OpRun
 from commlens.numbers.comparison import EVERY_OP
 from commlens.numbers.exchange import Exchange
 from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
 from commlens.numbers.measuring import hash_without_nan, reason_to_skip
 from commlens.numbers.model_inputs import is_training
-from commlens.numbers.replicas import Model, find_roots, plain_name
+from commlens.numbers.replicas import Model, find_roots, module_names
 from commlens.tap.running_frames import user_line
 
 log = logging.getLogger("commlens")
@@ -51,33 +52,25 @@ _NAMED: Final[tuple[TensorKind, ...]] = ("parameter", "buffer", "optimizer-state
 _WITH_SCRATCH: Final = ("rnn", "flash", "efficient", "cudnn", "miopen", "fused_sdp")
 
 
-class _Place(NamedTuple):
-    """Where an op runs."""
-
-    module: Any  # None: in none
-    backward: bool
-    line: str
-    after: str  # the last collective before it
-
-
 class _Run(NamedTuple):
-    """An op, with the positions of its hashes."""
+    """An op, with the positions of its hashes. Known tensors have numbers."""
 
     op: str
     arguments: tuple[str, ...]
     inputs: list[int]
     outputs: list[int]
-    reads: list[tuple[int, int]]  # number of the known tensor, position of its hash
-    writes: list[tuple[int, int]]
-    place: _Place
+    reads: dict[int, int]  # by known tensor
+    writes: dict[int, int]  # by known tensor
+    module: Any  # in which it runs; None: in none
+    place: OpPlace  # without the module's name
 
 
+@functools.cache
 class _OpFacts:
     """The facts about an op that its schema shows."""
 
     def __init__(self, op: Any) -> None:
         name = op._schema.name.partition("::")[2]
-        arguments = op._schema.arguments
         self.name = name.strip("_")
         self.is_collective = op.namespace in _COLLECTIVES
         self.is_view = bool(op.is_view)
@@ -88,111 +81,100 @@ class _OpFacts:
             and getattr(torch.Tag, "nondeterministic_bitwise", None) not in op.tags
         )
         self.outputs = 1 if any(each in name for each in _WITH_SCRATCH) else None
-        self.names = [each.name for each in arguments]
+        self._names = [each.name for each in op._schema.arguments]
         self._writes = [
-            index
-            for index, each in enumerate(arguments)
+            each.name
+            for each in op._schema.arguments
             if each.alias_info is not None and each.alias_info.is_write
         ]
         if op.namespace == "c10d":  # its schemas do not tell
-            outputs = [i for i, each in enumerate(self.names) if each.startswith("output")]
-            self._writes = outputs or list(range(len(self.names)))
+            outputs = [each for each in self._names if each.startswith("output")]
+            self._writes = outputs or self._names
 
-    def argument(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Return an argument by its place in the schema; None if it was not passed."""
-        return args[index] if index < len(args) else kwargs.get(self.names[index])
+    def argument(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Return an argument by its name in the schema; None if it was not passed."""
+        index = self._names.index(name) if name in self._names else len(args)
+        return args[index] if index < len(args) else kwargs.get(name)
 
     def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the arguments that the op writes to."""
-        return _tensors([self.argument(index, args, kwargs) for index in self._writes])
-
-
-class _KnownTensor(NamedTuple):
-    """A parameter, buffer or state, and the addresses that it takes up."""
-
-    key: Key
-    tensor: torch.Tensor
-    begin: int
-    end: int
+        return _tensors([self.argument(name, args, kwargs) for name in self._writes])
 
 
 class _KnownTensors:
-    """The named tensors of a step. Each has a number, in the order of their addresses."""
+    """The named tensors of a step. Each has a number."""
 
     def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
-        known = []
-        for each in tensors:
-            tensor = each.named.tensor
-            if reason_to_skip(tensor) is None and tensor.is_contiguous():
-                begin = tensor.data_ptr()
-                end = begin + tensor.numel() * tensor.element_size()
-                known.append(_KnownTensor((each.named.kind, each.named.name), tensor, begin, end))
-        self.by_number = sorted(known, key=lambda each: each.begin)
-        self._begins = [each.begin for each in self.by_number]
-        self._left_out: set[int] = set()
+        self.by_number = [
+            each.named
+            for each in tensors
+            if reason_to_skip(each.named.tensor) is None and each.named.tensor.is_contiguous()
+        ]
+        self._by_storage = grouped(
+            (_storage(each.tensor), number) for number, each in enumerate(self.by_number)
+        )
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Find no known tensor any more that shares memory with one of these."""
-        self._left_out.update(self.find(tensors))
+        for number in self.find(tensors):
+            self._by_storage[_storage(self.by_number[number].tensor)].remove(number)
 
     def find(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Return the numbers of the known tensors that share memory with one of these."""
-        return sorted({number for each in tensors for number in self._find(each)} - self._left_out)
-
-    def _find(self, tensor: torch.Tensor) -> Iterable[int]:
-        begin = tensor.data_ptr()
-        first = max(0, bisect_right(self._begins, begin) - 1)
-        for number in range(first, bisect_left(self._begins, begin + _extent(tensor))):
-            if self.by_number[number].end > begin:
-                yield number
+        return sorted(
+            {
+                number
+                for each in tensors
+                for number in self._by_storage.get(_storage(each), ())
+                if _overlap(each, self.by_number[number].tensor)
+            }
+        )
 
 
 class _RecordedStep:
     """The ops of a step, as far as it has run."""
 
     def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
-        self._runs: list[_Run] = []
+        self.runs: list[_Run] = []
         self._hashes: list[torch.Tensor] = []
         self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
-        self._after = ""
+        self._after = ""  # the last collective
         self._known = _KnownTensors(tensors)
         self._initial = [self._hash(each.tensor) for each in self._known.by_number]
 
-    def __len__(self) -> int:
-        """Return the number of ops so far."""
-        return len(self._runs)
-
-    def before(
-        self, func: Any, facts: _OpFacts, args: Any, kwargs: Any, module: Any
-    ) -> _Run | None:
+    def before(self, op: Any, args: Any, kwargs: Any, module: Any) -> _Run | None:
         """Return an op with the hashes of its inputs; None if there is nothing to compare."""
+        facts = _OpFacts(op)
         if facts.is_view:
             return None
-        place = self._place(module)
+        module, place = self._place(module)
         if facts.is_collective:
-            self._after = f"{facts.name} at {place.line}" if place.line else facts.name
+            self._after = f"{facts.name} at {place.source}" if place.source else facts.name
             # it writes them at a time of its own
             self._known.leave_out(facts.written(args, kwargs))
             return None
         tensors = _tensors((args, kwargs))
         inputs = [self._hash(each) for each in tensors] if facts.is_function else []
         if facts.is_random:
-            inputs.append(self._hash_of_generator(facts, args, kwargs, tensors))
-        reads = self._hash_known(tensors)
-        return _Run(str(func), _described((args, kwargs)), inputs, [], reads, [], place)
+            device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+            generator = facts.argument("generator", args, kwargs) or _default_generator(device)
+            inputs.append(self._hash(generator.get_state()))
+        arguments, reads = _described((args, kwargs)), self._hash_known(tensors)
+        return _Run(str(op), arguments, inputs, [], reads, {}, module, place)
 
-    def add(self, run: _Run, facts: _OpFacts, args: Any, kwargs: Any, result: Any) -> None:
+    def after(self, run: _Run, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add an op that has run, with the hashes of its outputs."""
+        facts = _OpFacts(op)
         written = facts.written(args, kwargs)
         if facts.is_function:
             outputs = written or _tensors(result)
             run.outputs.extend(self._hash(each) for each in outputs[: facts.outputs])
-        run.writes.extend(self._hash_known(written))
+        run.writes.update(self._hash_known(written))
         if run.outputs or run.writes or run.reads:
-            self._runs.append(run)
+            self.runs.append(run)
 
-    def log(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
-        """Return the places where the ops ran, and the ops. Waits for the devices.
+    def log(self, names: Mapping[int, str]) -> OpLog:
+        """Return the ops, and the places where they ran. Waits for the devices.
 
         Args:
             names: of the modules, by id.
@@ -202,88 +184,69 @@ class _RecordedStep:
         runs: list[OpRun] = []
         # hash of each known tensor, as an op left it
         last = dict(enumerate(hashes[position] for position in self._initial))
-        for run in self._runs:
-            module, backward, line, after = run.place
-            name = names.get(id(module), type(module).__name__) if module is not None else ""
-            place = places.setdefault(OpPlace(name, backward, line, after), len(places))
-            for number, position in run.reads:
-                value = hashes[position]
-                if last[number] != value:
-                    last[number] = value
-                    change = (*self._known.by_number[number].key, value)
-                    runs.append(OpRun("", (), (), (), (change,), place))
-            writes = {number: hashes[position] for number, position in run.writes}
-            last |= writes
-            runs.append(
-                OpRun(
-                    run.op,
-                    run.arguments,
-                    tuple(hashes[each] for each in run.inputs),
-                    tuple(hashes[each] for each in run.outputs),
-                    tuple(
-                        (*self._known.by_number[number].key, value)
-                        for number, value in writes.items()
-                    ),
-                    place,
-                )
-            )
-        return list(places), runs
 
-    def _place(self, module: Any) -> _Place:
-        """Return where an op runs. In a backward pass, that is where its forward ran."""
+        def change_of(number: int) -> tuple[TensorKind, str, int]:
+            named = self._known.by_number[number]
+            return named.kind, named.name, last[number]
+
+        for run in self.runs:
+            name = type(run.module).__name__ if run.module is not None else ""
+            at = replace(run.place, module=names.get(id(run.module), name))
+            place = places.setdefault(at, len(places))
+            for number, position in run.reads.items():
+                if last[number] != hashes[position]:  # other code has written to it
+                    last[number] = hashes[position]
+                    runs.append(OpRun("", (), (), (), (change_of(number),), place))
+            last.update((number, hashes[position]) for number, position in run.writes.items())
+            inputs, outputs = (
+                tuple(hashes[position] for position in positions)
+                for positions in (run.inputs, run.outputs)
+            )
+            writes = tuple(map(change_of, run.writes))
+            runs.append(OpRun(run.op, run.arguments, inputs, outputs, writes, place))
+        return OpLog(tuple(places), tuple(runs))
+
+    def _place(self, module: Any) -> tuple[Any, OpPlace]:
+        """Return the module and the place where an op runs; in a backward pass, those of its
+        forward pass.
+        """
         node = torch._C._current_autograd_node()
-        if node is not None and not torch.is_grad_enabled():
-            module, line = self._forward_places.get(node._sequence_nr(), (None, ""))
-            return _Place(module, True, line or user_line(sys._getframe(2)), self._after)
         line = user_line(sys._getframe(2))
+        if node is not None and not torch.is_grad_enabled():
+            module, forward_line = self._forward_places.get(node._sequence_nr(), (None, ""))
+            return module, OpPlace("", True, forward_line or line, self._after)
         if module is not None and torch.is_grad_enabled():
             number = torch._C._autograd._get_sequence_nr() - 1
             # later ops without a node of their own see the same number
             self._forward_places.setdefault(number, (module, line))
-        return _Place(module, False, line, self._after)
+        return module, OpPlace("", False, line, self._after)
 
     def _hash(self, tensor: torch.Tensor) -> int:
         """Return the position of a tensor's hash, which the device may still compute."""
         self._hashes.append(hash_without_nan(tensor))
         return len(self._hashes) - 1
 
-    def _hash_known(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-        """Return number and hash of the known tensors that share memory with one of these."""
-        return [
-            (number, self._hash(self._known.by_number[number].tensor))
-            for number in self._known.find(tensors)
-        ]
-
-    def _hash_of_generator(
-        self, facts: _OpFacts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-    ) -> int:
-        given = kwargs.get("generator")
-        if given is None and "generator" in facts.names:
-            given = facts.argument(facts.names.index("generator"), args, kwargs)
-        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
-        if given is None:
-            given = torch.default_generator
-            if device.type == "cuda" and torch.cuda.is_initialized():
-                index = torch.cuda.current_device() if device.index is None else device.index
-                given = torch.cuda.default_generators[index]
-        return self._hash(given.get_state())
+    def _hash_known(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Return the hashes of the known tensors that share memory with one of these."""
+        known = self._known
+        return {
+            number: self._hash(known.by_number[number].tensor) for number in known.find(tensors)
+        }
 
 
-class OpWatch:
+class OpWatch(TorchDispatchMode):  # type: ignore[misc]
     """Sees the ops of this thread, and records those of one step after another. An error ends it,
     and is kept.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.error: Exception | None = None
         self.too_many = False  # ops in this step
         self.on_forward: Callable[[Any], None] | None = None
         """Is called before a module runs that is trained."""
-        self._is_on = False
-        self._step = _RecordedStep([])
-        self._mode = _Mode(self)
+        self._step: _RecordedStep | None = None  # None: nothing is recorded
         self._pid = os.getpid()
-        self._ops: dict[Any, _OpFacts] = {}
         self._modules: list[Any] = []  # that run, the innermost last
 
     def install(self) -> None:
@@ -296,29 +259,25 @@ class OpWatch:
             raise RuntimeError("every-op cannot begin inside of another dispatch mode")
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
-        self._mode.__enter__()
+        self.__enter__()
 
     def start(self, tensors: Iterable[CheckedTensor]) -> None:
         """Begin a step, in which these tensors are known by name."""
-        self._is_on = self.too_many = False
-        self._step = _RecordedStep(tensors)
-        self._is_on = self.error is None
+        self._step, self.too_many = None, False
+        self._step = _RecordedStep(tensors) if self.error is None else None
 
-    def take(self, names: Mapping[int, str]) -> tuple[list[OpPlace], list[OpRun]]:
-        """End the step. Return the places where its ops ran, and the ops. Waits for the devices.
+    def take(self, names: Mapping[int, str]) -> OpLog:
+        """End the step, and return its ops. Waits for the devices.
 
         Args:
             names: of the modules, by id.
         """
-        self._is_on = False
-        step, self._step = self._step, _RecordedStep([])
-        return step.log(names)
+        step, self._step = self._step, None
+        return step.log(names) if step is not None else OpLog((), ())
 
     def stop(self) -> None:
         """Record nothing any more, and let go of all tensors."""
-        self.on_forward = None
-        self._is_on = False
-        self._step = _RecordedStep([])
+        self.on_forward = self._step = None
 
     def _enter(self, module: Any, _inputs: Any) -> None:
         self._modules.append(module)
@@ -329,54 +288,37 @@ class OpWatch:
         while self._modules and self._modules.pop() is not module:
             pass
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op, and record it."""
-        if not self._is_on or os.getpid() != self._pid:
-            return func(*args, **kwargs)
-        facts = self._ops.get(func)
-        run = None
-        try:
-            if facts is None:
-                facts = self._ops[func] = _OpFacts(func)
-            module = self._modules[-1] if self._modules else None
-            run = self._step.before(func, facts, args, kwargs, module)
-        except Exception as error:
-            self._fail(error)
-        result = func(*args, **kwargs)
-        if facts is not None and run is not None and self._is_on:
-            try:
-                self._step.add(run, facts, args, kwargs, result)
-            except Exception as error:
-                self._fail(error)
-            if len(self._step) > RUNS_MAX:
-                self.too_many, self._is_on = True, False
-        return result
-
-    def _fail(self, error: Exception) -> None:
-        self.error = self.error or error
-        self._is_on = False
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[misc]
-    """Hands the ops of this thread to an :class:`OpWatch`."""
-
-    def __init__(self, watch: OpWatch) -> None:
-        super().__init__()
-        self._watch = watch
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and record it."""
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # the tensors that it is made of come next
-        return self._watch.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        step = self._step if os.getpid() == self._pid else None
+        if step is None:
+            return func(*args, **kwargs)
+        module = self._modules[-1] if self._modules else None
+        run = self._safely(step.before, func, args, kwargs, module)
+        result = func(*args, **kwargs)
+        if run is not None and self._step is step:
+            self._safely(step.after, run, func, args, kwargs, result)
+            if len(step.runs) > RUNS_MAX:
+                self.too_many, self._step = True, None
+        return result
+
+    def _safely(self, method: Callable[..., _Run | None], *args: Any) -> _Run | None:
+        try:
+            return method(*args)
+        except Exception as error:
+            self.error, self._step = error, None
+            return None
 
 
-def module_names(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
-    """Return the names of modules in their models, by id."""
-    return {
-        id(module): plain_name(name) if name else type(module).__name__
-        for root in roots
-        for name, module in root.named_modules()
-    }
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return torch.default_generator
+    return torch.cuda.default_generators[
+        torch.cuda.current_device() if device.index is None else device.index
+    ]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -397,11 +339,22 @@ def _described(values: Any) -> tuple[str, ...]:
     )
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element to its last."""
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage share memory."""
+    (begin, end), (other_begin, other_end) = map(_span, (one, other))
+    return begin < other_end and other_begin < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first element, and behind its last."""
     sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
     last: int = sum((size - 1) * stride for size, stride in sizes_and_strides)
-    return (last + 1) * int(tensor.element_size())
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _read(hashes: Sequence[torch.Tensor]) -> list[int]:
@@ -445,9 +398,10 @@ class OpChecks:
         states = list(optimizers) or [None]
         tensors: list[CheckedTensor] = []
         for model in models:
-            for number, optimizer in enumerate(states):
-                some = tensors_to_check(model, optimizer, buffers=not number)
-                kinds = _NAMED if not number else ("optimizer-state",)
+            for optimizer in states:
+                is_first = optimizer is states[0]
+                some = tensors_to_check(model, optimizer, buffers=is_first)
+                kinds = _NAMED if is_first else ("optimizer-state",)
                 tensors += [each for each in some if each.named.kind in kinds]
         self._before = Inspection(tensors, nans=False)
         self._watch.start(tensors)
@@ -462,7 +416,7 @@ class OpChecks:
         self._watch.on_forward = None
         before, self._before = self._before, None
         roots = [root for model in self._models for root in model.alive()]
-        places, runs = self._watch.take(module_names(roots))
+        ops = self._watch.take(module_names(roots))
         if self._watch.error is not None:
             raise self._watch.error
         if self._watch.too_many and not self._has_warned:
@@ -473,5 +427,5 @@ class OpChecks:
                 RUNS_MAX,
             )
         if before is not None and exchange is not None and not self._watch.too_many:
-            before.ops = OpLog(tuple(places), tuple(runs))
+            before.ops = ops
             exchange.send(CheckId(EVERY_OP, step), before)

@@ -265,6 +265,15 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in parts if part not in _WRAPPERS) or name
 
 
+def module_names(roots: Iterable[nn.Module]) -> dict[int, str]:
+    """Return the names of modules in their models, by id."""
+    return {
+        id(module): plain_name(name) if name else type(module).__name__
+        for root in roots
+        for name, module in root.named_modules()
+    }
+
+
 def find_roots(parameters: Iterable[Any]) -> list[nn.Module]:
     """Return the outermost modules that hold any of these parameters, in a stable order."""
     wanted = {id(parameter): number for number, parameter in enumerate(parameters)}

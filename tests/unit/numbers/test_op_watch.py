@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from commlens.model.numbers import OpPlace, OpRun
 from commlens.numbers import op_watch
 from commlens.numbers.inspection import tensors_to_check
-from commlens.numbers.op_watch import OpChecks, OpWatch, module_names
-from commlens.numbers.replicas import Model
+from commlens.numbers.op_watch import OpChecks, OpWatch
+from commlens.numbers.replicas import Model, module_names
 
 
 class Watched:
@@ -41,9 +41,9 @@ class Watched:
         self.optimizer.step()
 
     def ops(self) -> list[tuple[OpRun, OpPlace]]:
-        places, runs = self.watch.take(module_names([self.model]))
+        log = self.watch.take(module_names([self.model]))
         assert self.watch.error is None
-        return [(run, places[run.place]) for run in runs]
+        return [(run, log.places[run.place]) for run in log.runs]
 
 
 @pytest.fixture
@@ -95,6 +95,16 @@ def test_a_write_through_a_view(watched: Watched) -> None:
     watched.model[0].weight.data[1, 2] = 5.0
     [(run, _)] = [each for each in watched.ops() if each[0].writes]
     assert run.writes[0][:2] == ("parameter", "0.weight")
+
+
+def test_a_write_to_a_tensor_of_which_another_one_is_a_part() -> None:
+    module = nn.Module()
+    module.register_buffer("flat", torch.zeros(12))
+    module.register_buffer("part", module.flat[2:4])
+    watched = Watched(module)
+    module.flat[8] = 5.0
+    [(run, _)] = [each for each in watched.ops() if each[0].writes]
+    assert [each[:2] for each in run.writes] == [("buffer", "1.flat")]
 
 
 def test_a_change_without_an_op(watched: Watched) -> None:
