@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -27,8 +27,6 @@ WITH_STATISTICS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.fl
 TINY: Final = 16  # words: a line of tensors on the CPU
 _SHORT: Final = 1024  # words: a line of tensors that are not longer than a row
 _WORDS_AT_ONCE: Final = 128 * ROW  # 64 MiB of products, beside 32 MiB of words
-
-_row_weights: list[int] = []
 
 
 class Key(NamedTuple):
@@ -82,9 +80,7 @@ class Batch:
         statistics = self._statistics.tolist() if self._statistics is not None else []
         weights: Iterable[int] = itertools.repeat(1)
         if self._line == ROW:
-            if len(_row_weights) < max(self._lines, default=0):
-                _row_weights[:] = row_weights(2 * max(self._lines))
-            weights = _row_weights
+            weights = row_weights(max(self._lines, default=0))
         first = 0
         for lines in self._lines:
             here = slice(first, first + lines)
@@ -189,10 +185,10 @@ def _tensor_statistics(statistics: Sequence[Sequence[float]]) -> list[float]:
 
 
 def measure_together(
-    tensors: Sequence[torch.Tensor], columns: torch.Tensor
+    tensors: Mapping[int, torch.Tensor], columns: torch.Tensor
 ) -> list[tuple[list[int], Batch]]:
-    """Begin to measure tensors of one device. Return the tensors' indices with each batch."""
-    by_key = grouped((key_of(tensor), index) for index, tensor in enumerate(tensors))
+    """Begin to measure tensors of one device. Return the tensors' numbers with each batch."""
+    by_key = grouped((key_of(tensor), index) for index, tensor in tensors.items())
     return [
         (indices, Batch(key, [elements_of(tensors[index]) for index in indices], columns))
         for key, indices in by_key.items()

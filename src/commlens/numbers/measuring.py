@@ -5,7 +5,7 @@ waits for the device: the numbers are read later, by another thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -53,71 +53,55 @@ class Unread:
         ]
         by_device = grouped((each.tensor.device, index) for index, each in enumerate(named))
         # An optimizer on an accelerator keeps some of its states on the CPU.
-        with torch.utils._python_dispatch._disable_current_modes():
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
             self._parts = [
-                (indices, _UnreadPart(device, [named[index].tensor for index in indices]))
+                _UnreadPart(device, {index: named[index].tensor.detach() for index in indices})
                 for device, indices in by_device.items()
             ]
 
     def read(self) -> list[Measure]:
         """Return the measures, in the order of the tensors. Waits for the devices."""
-        measures: dict[int, Measure] = {}
-        for indices, part in self._parts:
-            for index, (digest, statistics) in zip(indices, part.read(), strict=True):
-                kind, name, items, dtype, *more = self._about[index]
-                norm, total, nans, infs = statistics
-                mean = total / items if items else 0.0
-                measures[index] = Measure(
-                    kind, name, digest, items, dtype, norm, mean, int(nans), int(infs), *more
-                )
-        return [measures[index] for index in range(len(self._about))]
+        found: dict[int, tuple[int, list[float]]] = {}
+        for part in self._parts:
+            found |= part.read()
+        measures = []
+        for index, (kind, name, items, dtype, *more) in enumerate(self._about):
+            digest, (norm, total, nans, infs) = found[index]
+            mean = total / items if items else 0.0
+            measures.append(
+                Measure(kind, name, digest, items, dtype, norm, mean, int(nans), int(infs), *more)
+            )
+        return measures
 
 
 class _UnreadPart:
-    """Hashes and statistics of the tensors on one device: the CPU's longer ones are measured one by
-    one, while they are in the processor's cache, all others together.
+    """Hashes and statistics of the tensors on one device, by number: the CPU's longer ones are
+    measured one by one, while they are in the processor's cache, all others together.
     """
 
-    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            detached = [each.detach() for each in tensors]
-            alone: list[int] = []
-            together: list[int] = []
-            for index, each in enumerate(detached):
-                is_alone = device.type == "cpu" and each.numel() * each.element_size() > 4 * TINY
-                (alone if is_alone else together).append(index)
-            self._alone = alone
-            if alone:
-                some = [detached[index] for index in alone]
-                self._digests = torch.stack([_digest(each) for each in some])
-                self._statistics = _statistics(some)
-            self._batches = []
-            if together:
-                found = measure_together(
-                    [detached[index] for index in together], _columns_of(device)
-                )
-                self._batches = [
-                    ([together[index] for index in indices], batch) for indices, batch in found
-                ]
+    def __init__(self, device: torch.device, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._found: dict[int, tuple[int, list[float]]] = {}
+        together = {}
+        for index, tensor in tensors.items():
+            if device.type == "cpu" and tensor.numel() * tensor.element_size() > 4 * TINY:
+                self._found[index] = int(_digest(tensor)) & MASK, _statistics(tensor)
+            else:
+                together[index] = tensor
+        self._batches = measure_together(together, _columns_of(device))
         self._ready = _event(device, blocking=True)
         if self._ready is not None:
             # They may have been made on another stream, and be freed before this one reads them.
             stream = torch.get_device_module(device).current_stream(device)
-            for each in detached:
-                each.record_stream(stream)
+            for tensor in tensors.values():
+                tensor.record_stream(stream)
 
-    def read(self) -> list[tuple[int, list[float]]]:
+    def read(self) -> dict[int, tuple[int, list[float]]]:
         """Return the hash and the statistics of each tensor. Waits for the device."""
         if self._ready is not None:
             self._ready.synchronize()
-        found: dict[int, tuple[int, list[float]]] = {}
-        if self._alone:
-            digests = [value & MASK for value in self._digests.tolist()]
-            statistics = self._statistics.tolist()
-            found.update(zip(self._alone, zip(digests, statistics, strict=True), strict=True))
         for indices, batch in self._batches:
-            found.update(zip(indices, batch.read(), strict=True))
-        return [found[index] for index in range(len(found))]
+            self._found.update(zip(indices, batch.read(), strict=True))
+        return self._found
 
 
 def reason_to_skip(tensor: Any) -> str | None:
@@ -262,32 +246,14 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 # --- statistics
 
 
-def _statistics(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm, sum, and numbers of NaN and infinite elements of each tensor of the CPU."""
-    zero = torch.zeros(())
-    floating = [each for each in tensors if each.dtype in WITH_STATISTICS]
-    norms = iter(_norms(floating))
-    rows = []
-    for tensor in tensors:
-        if tensor.dtype not in WITH_STATISTICS:
-            rows.append(torch.stack([zero, zero, zero, zero]))
-            continue
-        norm = next(norms).to(torch.float32)
-        total = tensor.sum(dtype=torch.float32)
-        if math.isfinite(norm.item()):
-            rows.append(torch.stack([norm, total, zero, zero]))
-            continue
-        nans, infs = torch.isnan(tensor).sum(), torch.isinf(tensor).sum()
-        rows.append(torch.stack([norm, total, nans.float(), infs.float()]))
-    return torch.stack(rows)
-
-
-def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return norms in single precision: those of half a tensor may be too large for its type."""
-    by_type = grouped((tensor.dtype, index) for index, tensor in enumerate(tensors))
-    norms: dict[int, torch.Tensor] = {}
-    for dtype, indices in by_type.items():
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        found = torch._foreach_norm([tensors[index] for index in indices], 2, wide)
-        norms.update(zip(indices, found, strict=True))
-    return [norms[index] for index in range(len(tensors))]
+def _statistics(tensor: torch.Tensor) -> list[float]:
+    """Return the norm, sum, and numbers of NaN and infinite elements of a tensor of the CPU."""
+    if tensor.dtype not in WITH_STATISTICS:
+        return [0.0, 0.0, 0.0, 0.0]
+    # the norm of half a tensor may be too large for its type
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    norm = float(torch.linalg.vector_norm(tensor, dtype=wide))
+    total = float(tensor.sum(dtype=wide))
+    if math.isfinite(norm):
+        return [norm, total, 0.0, 0.0]
+    return [norm, total, float(torch.isnan(tensor).sum()), float(torch.isinf(tensor).sum())]

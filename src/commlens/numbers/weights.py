@@ -11,6 +11,7 @@ Standard library only, but for :func:`lone_word`, which needs numpy.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final, NamedTuple
 
 ROW: Final = 1 << 16
@@ -34,6 +35,7 @@ def column_weights() -> list[int]:
     return [_weight(number) for number in range(ROW)]
 
 
+@functools.lru_cache(maxsize=8)
 def row_weights(rows: int) -> list[int]:
     """Return the weights of the rows; the first is 1."""
     return [1, *(_weight(ROW + number) for number in range(1, rows))]
@@ -61,7 +63,7 @@ def lone_word(difference: int, length: int) -> LoneWord | None:
     inverse = _inverse(np, columns)
     best: tuple[int, int] | None = None
     for row in range(-(-length // ROW)):
-        weight = row_weights(1)[0] if row == 0 else _weight(ROW + row)
+        weight = _weight(ROW + row) if row else 1
         wanted = np.uint64(difference * pow(weight, -1, 1 << 64) & MASK)
         here = min(ROW, length - row * ROW)
         with np.errstate(over="ignore"):

@@ -106,10 +106,11 @@ def test_tensors_are_measured_device_by_device(monkeypatch: pytest.MonkeyPatch) 
     begun = []
     real = measuring._UnreadPart
 
-    def begin(device: torch.device, tensors: list[torch.Tensor]) -> measuring._UnreadPart:
-        assert {each.device for each in tensors} == {device}
+    def begin(device: torch.device, tensors: dict[int, torch.Tensor]) -> measuring._UnreadPart:
+        assert {each.device for each in tensors.values()} == {device}
         begun.append(device.type)
-        return real(torch.device("cpu"), [torch.full((2,), len(each)) for each in tensors])
+        some = {index: torch.full((2,), len(each)) for index, each in tensors.items()}
+        return real(torch.device("cpu"), some)
 
     monkeypatch.setattr(measuring, "_UnreadPart", begin)
     devices = ["meta", "cpu", "meta"]
