@@ -2,10 +2,11 @@
 
 Every collective is announced on the rank's board (``announcer.py``). If an op needs every rank
 anyway and its caller waits for it, the rank first waits for its peers' announcements
-(``waiting.py``), so that all of them raise and nothing is sent. Otherwise it compares with the
-peers that have announced already (``comparison.py``), and again when a thread waits for the op: the
-last rank to arrive finds the fault, refuses to issue and posts the refusal; the others raise it at
-their next collective or wait (``refusals.py``). For example::
+(``waiting.py``; ``late_ranks.py`` judges peers that do not come), so that all of them raise and
+nothing is sent. Otherwise it compares with the peers that have announced already
+(``comparison.py``), and again when a thread waits for the op: the last rank to arrive finds the
+fault, refuses to issue and posts the refusal; the others raise it at their next collective or wait
+(``refusals.py``). For example::
 
     rank 0                                    rank 1
     all_reduce(4 floats): announces it,
@@ -57,6 +58,7 @@ from commlens.verification.channels import (
     group_label,
 )
 from commlens.verification.comparison import Comparison, table_row
+from commlens.verification.late_ranks import LateRanks
 from commlens.verification.link import Link
 from commlens.verification.messages import Subject, no_such_peer
 from commlens.verification.peers import Peers
@@ -130,9 +132,9 @@ class Verifier:
         self._peers = Peers(folder, rank, self._board.path, counts_from)
         self._announcer = Announcer(self._board, bells, self._peers, self._refusals, self.exchange)
         self._comparison = Comparison(self._peers, self._refusals, self.exchange)
-        self._waiting = Waiting(
-            folder, self._board, bells, self._peers, self._comparison, self._refusals, timeout_s
-        )
+        parts = folder, self._board, bells, self._peers, self._comparison, self._refusals
+        self._late = LateRanks(*parts, timeout_s)
+        self._waiting = Waiting(*parts, self._late)
         self._rendezvous = Rendezvous(
             folder, self._board, self._peers, late_peers, timeout_s, self._find_new_boards
         )
@@ -216,7 +218,7 @@ class Verifier:
             if pending.absent:
                 self._waiting.before_issue(pending, args, self._plans_changed)
             if pending.absent:  # also after the wait
-                self._waiting.refuse_if_ended(pending)
+                self._late.refuse_if_ended(pending)
                 self._keep(token.index, pending)
 
     def _keep(self, index: int, pending: Pending) -> None:
@@ -378,7 +380,7 @@ class Verifier:
             with self._guarded:
                 self._refusals.raise_new()
                 if is_peer_error(text := str(error)):
-                    self._waiting.refuse_failed(
+                    self._late.refuse_failed(
                         self._announcer.channels(), timed_out="timed out" in text.lower()
                     )
         except DistributedOperationException as refused:
@@ -406,7 +408,7 @@ class Verifier:
         with self._guarded, self._refusals.left_to_raise():
             channel = self._announcer.channel(args)
             if channel is not None and channel.slot:
-                self._waiting.check_in_flight(channel, waited_ns)
+                self._late.check_in_flight(channel, waited_ns)
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
         """Return the process groups of those collectives in flight that an unraised refusal is

@@ -1,5 +1,5 @@
-"""Wait for peers to announce: for which ranks, for how long, and what happened to those that do not
-arrive.
+"""Wait for peers to announce: for which ranks, and for how long. ``late_ranks.py`` judges those
+that do not arrive.
 
 Waiting is bounded and follows the op's own semantics. It is never evidence of a deadlock by itself.
 """
@@ -9,46 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from commlens.boards import board as B
 from commlens.boards.board import Board
-from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
+from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import ranks_phrase
-from commlens.verification import messages
-from commlens.verification.channels import BoardArgs, BoardCode, Pending, VerifiedChannel
-from commlens.verification.comparison import Comparison, table_row
-from commlens.verification.cycles import CYCLE_AFTER_NS, BoardWait, Cycles
-from commlens.verification.messages import Subject
-from commlens.verification.peers import HAS_FINISHED, Peers
-from commlens.verification.ready_clock import ReadyClock
+from commlens.verification.channels import BoardArgs, Pending
+from commlens.verification.comparison import Comparison
+from commlens.verification.late_ranks import CHECK_EVERY_NS, LateRanks, needed
+from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.whereabouts import waits_in_store, whereabouts
+from commlens.verification.whereabouts import waits_in_store
 
 log = logging.getLogger("commlens")
 
-CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
 RELEASE_AFTER_NS: Final = 1_000_000_000
-# the longest from a rank's last use of its connections to its last note on its board
-ENDING_NS: Final = 2_000_000_000
 _now = time.monotonic_ns
-
-
-def needed(args: InternedArgs | BoardArgs, ranks: list[int], own: int) -> list[int]:
-    """Return those of ``ranks`` without which the op cannot complete on rank ``own``."""
-    op = args.op
-    if op in NEEDS_ALL:
-        return ranks
-    if op in POINT_TO_POINT:
-        return ranks if op == "recv" else []
-    root = args.content["root"]
-    if op in SENT_BY_ROOT:
-        return [rank for rank in ranks if rank == root]
-    return ranks if root == own else []
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
@@ -78,7 +59,7 @@ def may_complete_early(args: InternedArgs) -> bool:
 
 
 class Waiting:
-    """Waits for peers, and refuses a collective that some peer will not join."""
+    """Waits for peers before a collective is issued, and before a thread waits for it."""
 
     def __init__(
         self,
@@ -88,7 +69,7 @@ class Waiting:
         peers: Peers,
         comparison: Comparison,
         refusals: Refusals,
-        timeout_s: Callable[[], float],
+        late: LateRanks,
     ) -> None:
         """Wait for peers.
 
@@ -99,7 +80,7 @@ class Waiting:
             peers: the peers' boards.
             comparison: compares announcements as they arrive.
             refusals: a refusal by another rank ends the wait.
-            timeout_s: returns how many seconds a peer may be silent.
+            late: refuses a collective that some peer will not join.
         """
         self._folder = folder
         self._board = board
@@ -107,10 +88,7 @@ class Waiting:
         self._peers = peers
         self._comparison = comparison
         self._refusals = refusals
-        self._cycles = Cycles(peers, refusals)
-        self._timeout_s = timeout_s
-        # by channel: the number of the collective that ranks are late for, and its clock
-        self._clocks: dict[int, tuple[int, ReadyClock]] = {}
+        self._late = late
 
     def before_issue(
         self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]
@@ -163,297 +141,70 @@ class Waiting:
                 arrive.
         """
         wanted = set(ranks)
-        if not wanted & set(pending.absent):
+        if wanted.isdisjoint(pending.absent):
             return
         began = checked = _now()
         thread = threading.get_ident()
         if patience_ns is None:  # a bounded wait ends by itself, so it must not count in a cycle
             self._board.set_waiting(pending.channel.key, pending.number, began)
         try:
-            while wanted & set(pending.absent):
+            while absent := [rank for rank in pending.absent if rank in wanted]:
                 if pending.args.op == "send" and any(
                     self._peers[rank].word(B.ANY_SOURCE) for rank in pending.absent
                 ):
                     return  # a rank that receives from any rank does not announce that
                 now = _now()
-                first = next(rank for rank in pending.absent if rank in wanted)
-                heard = self._bells.listen(first, thread)
-                self._refusals.raise_new()
-                self._comparison.compare(pending)
-                if first in pending.absent:
-                    self._bells.sleep(first, heard)
-                    self._refusals.raise_new()
-                    self._comparison.compare(pending)
+                heard = self._bells.listen(absent[0], thread)
+                self._catch_up(pending)
+                if absent[0] in pending.absent:
+                    self._bells.sleep(absent[0], heard)
+                    self._catch_up(pending)
                 if now - checked > CHECK_EVERY_NS:
-                    if patience_ns is not None and self._is_over(pending, patience_ns, now - began):
+                    absent = [rank for rank in pending.absent if rank in wanted]
+                    if self._goes_on(pending, absent, now - began, patience_ns, releases=releases):
                         return
-                    if releases and self._is_released(pending, wanted, now - began):
-                        return
-                    self._check_late(pending, wanted, now - began, checked - began)
+                    self._late.refuse_if_hopeless(pending, absent, now - began)
+                    if checked - began <= WARN_AFTER_NS < now - began:
+                        self._warn(pending, absent, now - began)
                     checked = now
         finally:
             self._bells.awake(thread)
             self._board.set_waiting(0, 0, 0)
 
-    def _is_over(self, pending: Pending, patience_ns: int, waited_ns: int) -> bool:
-        """Return whether a short wait is over. Time in which an absent rank had no core does not
-        count.
-        """
-        return waited_ns > patience_ns and self._clock(pending).is_over(
-            patience_ns, self._peers.pids_here(pending.absent), waited_ns
-        )
+    def _catch_up(self, pending: Pending) -> None:
+        self._refusals.raise_new()
+        self._comparison.compare(pending)
 
-    def _is_released(self, pending: Pending, wanted: set[int], waited_ns: int) -> bool:
-        """Return whether an absent rank may wait for a key that this rank writes to a store."""
-        return waited_ns > RELEASE_AFTER_NS and any(
-            not (board := self._peers[rank]).is_remote
-            and waits_in_store(self._folder, rank, board.pid)
-            for rank in wanted & set(pending.absent)
-        )
-
-    def _check_late(
-        self, pending: Pending, wanted: set[int], waited_ns: int, checked_ns: int
-    ) -> None:
-        """Check absent ranks, last checked after ``checked_ns`` of the wait, and warn of them
-        once.
+    def _goes_on(
+        self,
+        pending: Pending,
+        absent: list[int],
+        waited_ns: int,
+        patience_ns: int | None,
+        *,
+        releases: bool,
+    ) -> bool:
+        """Return whether the op is issued without the absent ranks: after a short wait, without the
+        time in which they had no core, or if one may wait for a key that this rank writes to a
+        store.
         """
-        absent = [rank for rank in pending.absent if rank in wanted]
-        self._refuse_if_hopeless(pending, absent, waited_ns)
-        if checked_ns <= WARN_AFTER_NS < waited_ns:
-            log.warning(
-                "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
-                self._peers.rank,
-                waited_ns / 1e9,
-                pending.args.op,
-                pending.number & B.NUMBER_MASK,
-                self._comparison.subject(pending).group,
-                ranks_phrase(absent),
+        if patience_ns is not None:
+            return waited_ns > patience_ns and self._late.clock(pending).is_over(
+                patience_ns, self._peers.pids_here(pending.absent), waited_ns
             )
-
-    def refuse_if_ended(self, pending: Pending) -> None:
-        """Refuse the op at once if a rank that it needs has finished: if C++ waits for it, there is
-        no later check.
-
-        Raises:
-            DistributedOperationException: a rank that it needs has finished.
-        """
-        absent = needed(pending.args, pending.absent, self._peers.rank)
-        if any(self._peers.how_it_ended(rank) == HAS_FINISHED for rank in absent):
-            self._refuse_if_hopeless(pending, absent, 0)
-
-    def check_in_flight(self, channel: VerifiedChannel, waited_ns: int) -> None:
-        """Check the ranks that have not joined a channel's oldest collective in flight, which a
-        thread has waited for so long.
-
-        Raises:
-            DistributedOperationException: one that it needs has ended, or is late.
-        """
-        pending = self._first_unanswered(channel)
-        if pending is not None and (
-            absent := needed(pending.args, pending.absent, self._peers.rank)
-        ):
-            self._board.set_waiting(channel.key, pending.number, _now() - waited_ns)
-            self._refuse_if_hopeless(pending, absent, waited_ns)
-
-    def refuse_failed(self, channels: Iterable[VerifiedChannel], *, timed_out: bool) -> None:
-        """Refuse a collective that failed in the backend, because a rank has ended or, with
-        ``timed_out``, did not arrive.
-
-        Raises:
-            DistributedOperationException: there is such a rank.
-        """
-        clock = ReadyClock()
-        while failed := [
-            found for channel in channels if (found := self._first_unanswered(channel)) is not None
-        ]:
-            for pending in failed:
-                self._refuse_if_hopeless(pending, pending.absent, 0)
-                absent = needed(pending.args, pending.absent, self._peers.rank)
-                if timed_out and absent and not self._peers.any_doubtful(absent):
-                    self._refuse_missing(pending, absent, self._timeout_s() * 1e9)
-            pids = {pid for each in failed for pid in self._peers.pids_here(each.absent)}
-            clock.watch(pids)
-            if clock.is_over(ENDING_NS, pids):
-                return
-            time.sleep(CHECK_EVERY_NS / 1e9)
-            self._refusals.raise_new()
-
-    def _first_unanswered(self, channel: VerifiedChannel) -> Pending | None:
-        """Return the first collective that this rank has announced on a channel and others have
-        not, if any. Its number counts within a round, which the upper bits give: a rank that is
-        still in an earlier round has announced none of this one.
-        """
-        own = self._peers.own()
-        last = own.last_number(channel.slot)
-        behind: dict[int, int] = {}  # rank: the next number that it has not announced
-        for rank in channel.peers:
-            slot = self._peers[rank].slot(channel.key)
-            theirs = self._peers[rank].last_number(slot) if slot else 0
-            if theirs < last and self._peers[rank].word(B.ACTIVE):
-                behind[rank] = max(theirs, last & ~B.NUMBER_MASK) + 1
-        number = min(behind.values(), default=0)
-        seen = own.announced(channel.slot, number)
-        blob = own.blob(seen[1]) if seen is not None else None
-        if seen is None or blob is None:
-            return None
-        pending = Pending(channel, number, seen[0], BoardCode(seen[2]), BoardArgs(blob))
-        pending.absent = [rank for rank in behind if behind[rank] == number]
-        return pending
-
-    def _refuse_if_hopeless(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
-        """Refuse the op if an absent rank has ended, if the ranks wait for one another in a cycle,
-        or if an absent rank has not arrived within the timeout.
-        """
-        if not absent:
-            return  # all others have just arrived, or are given up
-        clock, pids = self._clock(pending), self._peers.pids_here(absent)
-        clock.watch(pids)
-        ended = {rank: how for rank in absent if (how := self._peers.how_it_ended(rank))}
-        if ended:
-            self._comparison.compare(pending)  # a rank may have announced just before it ended
-            ended = {rank: how for rank, how in ended.items() if rank in pending.absent}
-            if set(ended.values()) == {HAS_FINISHED}:
-                self._refuse_if_tags_differ(pending, waited_ns, HAS_FINISHED)
-            if ended:
-                compared = self._comparison
-                refused = messages.absence(
-                    "dead",
-                    compared.subject(pending),
-                    compared.rows(pending),
-                    ended,
-                    waited_ns / 1e9,
-                )
-                self._refusals.post(pending, refused)
-        if self._peers.any_doubtful(absent):
-            return  # its announcement may be on the way
-        if waited_ns > CYCLE_AFTER_NS:
-            self._refuse_if_in_cycle(pending, waited_ns)
-        timeout_ns = self._timeout_s() * 1e9
-        if timeout_ns and clock.is_over(timeout_ns, pids, waited_ns):
-            self._refuse_missing(pending, absent, waited_ns)
-
-    def _clock(self, pending: Pending) -> ReadyClock:
-        """Return the clock of this collective, which runs since its first check."""
-        number, clock = self._clocks.get(pending.channel.key, (None, None))
-        if clock is None or number != pending.number:
-            clock = ReadyClock()
-            self._clocks[pending.channel.key] = pending.number, clock
-        return clock
-
-    def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> None:
-        """Refuse the collective because ranks are late. If other ranks hold all of them up in
-        another one, refuse that one for the ranks it lacks.
-
-        Return if they have arrived meanwhile, or if it is no longer known whether they live.
-        """
-        # a rank that has waited for less than half of this time was late before it began to wait
-        cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
-        if chain := cycles.chain(absent, half):
-            self._refuse_held_up(pending, chain, waited_ns)  # raises
-        # name the ranks that no other rank holds up, if there are such
-        absent = [rank for rank in absent if not cycles.wait_of(rank, half)] or absent
-        where = self._whereabouts(absent)
-        compared.compare(pending)
-        if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
-            return
-        self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-        refused = messages.absence(
-            "missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9
+        boards = {rank: self._peers[rank] for rank in absent if releases}
+        return waited_ns > RELEASE_AFTER_NS and any(
+            not board.is_remote and waits_in_store(self._folder, rank, board.pid)
+            for rank, board in boards.items()
         )
-        members = cycles.held_up(set(pending.channel.members), half)
-        self._refusals.post(pending, refused, ranks=members)
 
-    def _refuse_held_up(
-        self, pending: Pending, chain: Sequence[BoardWait], waited_ns: float
-    ) -> NoReturn:
-        """Refuse the collective at the end of a chain of waits: rank 0 waits for rank 1, which
-        waits in another collective for rank 2, which is late.
-
-        Args:
-            pending: the collective in which this rank waits.
-            chain: the waits of other ranks, from one that this rank waits for.
-            waited_ns: how long this rank has waited.
-        """
-        cycles = self._cycles
-        own = BoardWait(self._peers.rank, pending.channel.key, pending.number)
-        last, key, number = chain[-1]
-        late = [
-            rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.wait_of(rank)
-        ]
-        description = self._peers[last].channel(key) or {}
-        subject = Subject(
-            description.get("group"),
-            description.get("ranks", []),
-            number & B.NUMBER_MASK,
+    def _warn(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
+        log.warning(
+            "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
+            self._peers.rank,
+            waited_ns / 1e9,
+            pending.args.op,
+            pending.number & B.NUMBER_MASK,
+            self._comparison.subject(pending).group,
+            ranks_phrase(absent),
         )
-        rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
-        where = self._whereabouts(late)
-        behind = [cycles.describe(wait) for wait in (own, *chain[:-1])]
-        refused = messages.absence("missing", subject, rows, where, waited_ns / 1e9, behind)
-        members = cycles.held_up(
-            {rank for wait in (own, *chain) for rank in self._peers.members(wait.key)},
-            int(waited_ns) // 2,
-        )
-        self._refusals.post(pending, refused, about=(key, number), ranks=members)
-
-    def _refuse_if_in_cycle(self, pending: Pending, waited_ns: int) -> None:
-        """Refuse the collectives of ranks that wait for one another, if they still do so a moment
-        later: their boards are not read at the same time.
-        """
-        cycle = self._cycles.find()
-        if not cycle:
-            return
-        time.sleep(2 * CHECK_EVERY_NS / 1e9)
-        if self._cycles.find() == cycle:
-            self._comparison.compare(pending)
-            self._refuse_if_tags_differ(pending, waited_ns)
-            concerned = {member for wait in cycle for member in self._peers.members(wait.key)}
-            refused = messages.cycle([self._cycles.describe(wait) for wait in cycle])
-            about = cycle[0].key, cycle[0].number  # the same on every rank of the cycle
-            self._refusals.post(pending, refused, about=about, ranks=concerned)
-
-    def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
-        """Refuse a message whose peer waits for one with another tag, or has sent one. Both ranks
-        may be the first to see it, and post the same refusal: about the receive, whose row is the
-        first.
-        """
-        if not pending.channel.family:
-            return
-        compared, subject = self._comparison, self._comparison.subject(pending)
-        for rank in pending.absent:
-            for key, number, blob in self._other_tags(pending, rank):
-                own, other = compared.own_row(pending), table_row(rank, blob)
-                if pending.args.op == "recv":
-                    refused = messages.tags(subject, (own, other), waited_ns / 1e9, where)
-                    about = pending.channel.key, pending.number
-                else:
-                    refused = messages.tags(subject, (other, own), waited_ns / 1e9, "")
-                    about = key, number
-                self._refusals.post(pending, refused, about=about)
-
-    def _other_tags(self, pending: Pending, rank: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield the peer's first message of each other tag that this rank has not matched: its
-        channel's key, its number and its arguments.
-        """
-        board, own = self._peers[rank], self._peers.own()
-        for key, description in board.channels():
-            if description.get("family") != pending.channel.family or key == pending.channel.key:
-                continue
-            newest, slot = board.last_number(board.slot(key)), own.slot(key)
-            matched = own.last_number(slot) & B.NUMBER_MASK if slot else 0
-            number = (newest & ~B.NUMBER_MASK) + matched + 1
-            if (blob := board.announced_blob(key, number)) is not None:
-                yield key, number, blob
-
-    def _whereabouts(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return what absent ranks are doing, by rank; "" if unknown."""
-        boards = {rank: self._peers[rank] for rank in ranks}
-        here = {rank: board.pid for rank, board in boards.items() if not board.is_remote}
-        elsewhere = [rank for rank in boards if rank not in here]
-        found = whereabouts(self._folder, here) | self._peers.ask(elsewhere, self._ask)
-        return {rank: found[rank] for rank in boards}
-
-    def _ask(self, question: int) -> None:
-        """Put a question for the relay of another node on this rank's board (see ``B.ASKS``)."""
-        self._board.set_word(B.ASKS, question)
-        self._bells.ring([(question & 0xFFFFFFFF) - 1])  # the rank that it is about

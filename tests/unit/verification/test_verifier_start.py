@@ -89,7 +89,7 @@ def test_a_refusal_that_the_watchdog_thread_posts_is_left_to_the_waiting_thread(
         one._refusals.raise_new()
 
     monkeypatch.setattr(one._announcer, "channel", lambda _: SimpleNamespace(slot=1))
-    monkeypatch.setattr(one._waiting, "check_in_flight", refuse)
+    monkeypatch.setattr(one._late, "check_in_flight", refuse)
     one.check_wait_in_cpp(args, 0)
     assert one.unraised_refusal() == "never arrived" and one.is_active
     one.close()

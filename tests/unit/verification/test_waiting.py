@@ -1,4 +1,4 @@
-"""For how long a rank may be late."""
+"""For how long a rank waits before a collective that it may issue before the others arrive."""
 
 from __future__ import annotations
 
@@ -8,47 +8,30 @@ from typing import Any
 
 import pytest
 
-from commlens.processes.process import CoreTimes
-from commlens.verification import ready_clock
 from commlens.verification.waiting import Waiting
 
 S = 1_000_000_000
 
 
 @pytest.mark.parametrize(
-    ("waited_s", "without_core_s", "is_refused"),
+    ("waited_s", "had_a_core", "is_over"),
     [
-        pytest.param(1.9, 0.0, False, id="in time"),
-        pytest.param(2.1, 0.0, True, id="late"),
-        pytest.param(3.9, 2.0, False, id="it had no core for half of the time"),
-        pytest.param(4.1, 2.0, True, id="late in spite of the time without a core"),
-        pytest.param(7.9, 7.9, False, id="it never had a core"),
-        pytest.param(8.1, 8.1, True, id="no wait is endless"),
+        pytest.param(0.9, True, False, id="in time"),
+        pytest.param(1.1, True, True, id="late"),
+        pytest.param(1.1, False, False, id="it had no core"),
     ],
 )
-def test_time_in_which_a_late_rank_had_no_core_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, waited_s: float, without_core_s: float, is_refused: bool
+def test_a_rank_that_has_no_core_gets_its_chance_to_arrive_before_a_broadcast_is_issued(
+    waited_s: float, had_a_core: bool, is_over: bool
 ) -> None:
+    def is_over_of_clock(limit_ns: float, pids: list[int], passed_ns: float) -> bool:
+        assert (limit_ns, pids) == (S, [12])
+        return had_a_core and passed_ns > limit_ns
 
-    def waits_of(pid: int) -> dict[int, CoreTimes]:
-        waits = core_waits_ns[pid].items()
-        return {thread: CoreTimes(wait_ns, 0, False, 0) for thread, wait_ns in waits}
-
-    core_waits_ns = {11: {11: 7 * S, 12: 0}, 13: {13: 0}}  # by process and thread, since its start
-    monkeypatch.setattr(ready_clock.process, "core_times", waits_of)
-    peers: Any = SimpleNamespace(
-        how_it_ended=lambda _: "",
-        any_doubtful=lambda _: False,
-        pids_here=lambda ranks: [10 + rank for rank in ranks],
-    )
+    peers: Any = SimpleNamespace(pids_here=lambda ranks: [10 + rank for rank in ranks])
     nothing: Any = None
-    waiting = Waiting(Path(), nothing, nothing, peers, nothing, nothing, lambda: 2.0)
-    refused: list[list[int]] = []
-    monkeypatch.setattr(waiting, "_refuse_if_in_cycle", lambda *_: None)
-    monkeypatch.setattr(waiting, "_refuse_missing", lambda _, absent, __: refused.append(absent))
-    for number in (1, 2):  # each collective counts anew
-        pending: Any = SimpleNamespace(channel=SimpleNamespace(key=5), number=number)
-        waiting._refuse_if_hopeless(pending, [1, 3], int(0.05 * S))
-        core_waits_ns[11][12] += int(without_core_s * S)  # its main thread waits for this one
-        waiting._refuse_if_hopeless(pending, [1, 3], int(waited_s * S))
-        assert refused == number * [[1, 3]] * is_refused
+    late: Any = SimpleNamespace(clock=lambda _: SimpleNamespace(is_over=is_over_of_clock))
+    waiting = Waiting(Path(), nothing, nothing, peers, nothing, nothing, late)
+    pending: Any = SimpleNamespace(absent=[2])
+    found = waiting._goes_on(pending, [2], int(waited_s * S), S, releases=False)
+    assert found == is_over
