@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         failed = True
         try:
             if address:
-                os.write(answers, json.dumps(relay.listen(address)).encode() + b"\n")
+                os.write(answers, json.dumps(relay.others.listen(address)).encode() + b"\n")
                 os.close(offers)
             else:
                 relay.take_offers(offers)

@@ -29,13 +29,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
-import selectors
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -48,24 +45,13 @@ from commlens.boards.mirror import Feed, Mirror
 from commlens.boards.refusal_log import RefusalLog
 from commlens.boards.wakeup import RemoteBells
 from commlens.text import ranks_phrase
-from commlens.verification.relay.connection import (
-    WRITES,
-    Connection,
-    is_proof,
-    pack_writes,
-    proof,
-    unpack_writes,
-)
+from commlens.verification.relay.connection import WRITES, Connection, pack_writes, unpack_writes
+from commlens.verification.relay.other_relays import OtherRelays
 
 TICK_S: Final = 0.05
-BEAT_S: Final = 0.5
-LOST_S: Final = 5.0
 PATIENCE_S: Final = 10.0  # from the start, for nodes that do not join
 LINGER_S: Final = 10.0  # of the hub, for nodes whose ranks run on
-_RETRY_S: Final = 0.3
 _WAITS_NS: Final = 150_000_000  # a rank that has waited for so long may be part of a cycle
-_HANDSHAKE_S: Final = 5.0
-_STRANGERS: Final = 256  # connections that have not proven themselves
 
 
 class Relay:
@@ -90,33 +76,20 @@ class Relay:
         self._feeds: dict[int, Feed] = {}  # by rank of this node
         self._mirrors: dict[int, Mirror] = {}  # by rank of another node
         self._ended: set[int] = set()  # of this node
-        self._connections: list[Connection] = []
-        self._selector = selectors.DefaultSelector()
-        self._server: socket.socket | None = None
-        self._secret = ""
-        self._offers: list[tuple[str, int]] = []  # addresses of the hub, in the order to try them
-        self._retry_at = 0.0
-        # key and number of the refusals that were posted on all nodes
-        self._posted: set[tuple[int, int]] = set()
-        self._concerned: list[list[int]] = []  # the ranks of each of them
+        self.others = OtherRelays(
+            world_size,
+            is_hub=is_hub,
+            on_joined=self._send_boards,
+            on_message=self._take,
+            on_lost=self._lose,
+        )
+        # key and number of the refusals that were posted on all nodes: the ranks that they concern
+        self._posted: dict[tuple[int, int], list[int]] = {}
         # by rank that asks for the whereabouts of a rank here: its last question, once answered
         self._questions: dict[int, int] = {}
         self._own_start = job_dirs.start_ticks(os.getpid())
         self._began = self._ended_at = time.monotonic()
-        self._beat_at = 0.0
         self._closing = False
-
-    # --- the two ways to meet
-
-    def listen(self, address: str) -> dict[str, Any]:
-        """Wait for the other relays. Returns what they need to know."""
-        self._server = socket.create_server(
-            (address, 0), backlog=128, family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        )
-        self._server.setblocking(False)
-        self._selector.register(self._server, selectors.EVENT_READ)
-        self._secret = secrets.token_hex(16)
-        return {"port": self._server.getsockname()[1], "secret": self._secret}
 
     def take_offers(self, descriptor: int) -> None:
         """Read lines from a pipe, in a thread: each says where the hub is, the last of them
@@ -128,9 +101,7 @@ class Relay:
                 for line in pipe:
                     offer = json.loads(line)
                     with self._lock:
-                        self._secret = str(offer["secret"])
-                        self._offers = [(str(host), int(offer["port"])) for host in offer["hosts"]]
-                        self._retry_at = 0.0
+                        self.others.take_offer(offer)
 
         threading.Thread(target=read, daemon=True).start()
 
@@ -140,18 +111,11 @@ class Relay:
         """Relay until all ranks of this node have ended."""
         next_tick = 0.0
         while True:
-            for key, _ in self._selector.select(max(0.0, next_tick - time.monotonic())):
-                with self._lock:
-                    if key.fileobj is self._server:
-                        self._accept()
-                    elif isinstance(key.fileobj, Connection) and key.fileobj in self._connections:
-                        self._attempt(key.fileobj, self._receive)
+            ready = self.others.select(max(0.0, next_tick - time.monotonic()))
             with self._lock:
-                for connection in [each for each in self._connections if each.has_backlog]:
-                    self._attempt(connection, Connection.flush)
-            if time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + TICK_S
-                with self._lock:
+                self.others.serve(ready)
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK_S
                     if self._tick():
                         return
 
@@ -159,16 +123,7 @@ class Relay:
         """Leave the other relays and remove the copies."""
         with self._lock:
             self._closing = True
-            for connection in self._connections:
-                with contextlib.suppress(OSError, ValueError):
-                    if not failed:
-                        connection.send_json(type="bye")
-                    connection.socket.settimeout(0.5)
-                    connection.flush()
-                connection.close()
-            if self._server is not None:
-                self._server.close()
-            self._selector.close()
+            self.others.close(failed=failed)
             for mirror in self._mirrors.values():
                 mirror.remove()
             if failed:
@@ -177,20 +132,25 @@ class Relay:
                 self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
-        """Do the periodic work. Return whether all ranks of this node have ended."""
+        """Do the periodic work. Return whether all ranks of this node have ended and, at the hub,
+        other nodes need it no longer.
+        """
         self._find_boards()
         now = time.monotonic()
-        is_alone = not self._connections and not self._is_over
-        if is_alone and self._offers and now >= self._retry_at:
-            self._retry_at = now + _RETRY_S
-            self._connect()
+        # A node that was lost is given up for good, and ranks that have ended need no other node.
+        have_ended = bool(self._feeds) and len(self._ended) == len(self._feeds)
+        if not self._mirrors and not have_ended:
+            self.others.connect(now)
         waits = any(feed.waited_ns > _WAITS_NS for feed in self._feeds.values())
         changes = [
             (rank, *write) for rank, feed in self._feeds.items() for write in feed.rest(waits=waits)
         ]
         self._send_changes(changes + list(self._ends()))
         self._send_drafts()
-        self._beat(now)
+        self.others.beat(now)
+        for connection in self.others.connections:
+            for rank in connection.ranks:
+                self._mirrors[rank].heard(connection.heard)
         is_left = any(
             rank not in self._ended and not feed.board.word(B.CLOSED)
             for rank, feed in self._feeds.items()
@@ -202,35 +162,11 @@ class Relay:
         is_expected = not self._feeds and now - self._began < PATIENCE_S  # no rank has a board yet
         if is_left or is_expected:
             self._ended_at = now
-        return self._may_end(now)
-
-    def _beat(self, now: float) -> None:
-        """Give a sign of life, and lose the relays that give none."""
-        if now >= self._beat_at:
-            self._beat_at = now + BEAT_S
-            self._send_all(type="beat")
-        for connection in list(self._connections):
-            for rank in connection.ranks:
-                self._mirrors[rank].heard(connection.heard)
-            silent = now - connection.heard
-            if silent > (LOST_S if connection.trusted else _HANDSHAKE_S):
-                self._lose(connection, f"nothing was heard of it for {silent:.0f} s")
-
-    def _may_end(self, now: float) -> bool:
-        """Return whether all ranks of this node have ended and, at the hub, other nodes need it no
-        longer.
-        """
-        busy = self._is_hub and any(
-            connection.trusted and not connection.is_leaving for connection in self._connections
+        is_needed = self._is_hub and any(
+            connection.trusted and not connection.is_leaving
+            for connection in self.others.connections
         )
-        return now > self._ended_at + (LINGER_S if busy else 0.0)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether not to connect (again): a node that was lost is given up for good, and ranks that
-        have ended need no other node.
-        """
-        return bool(self._mirrors) or (bool(self._feeds) and len(self._ended) == len(self._feeds))
+        return now > self._ended_at + (LINGER_S if is_needed else 0.0)
 
     def _update_link(self, now: float) -> None:
         """Tell the ranks here whether all ranks of the job have joined, for which they wait."""
@@ -277,7 +213,7 @@ class Relay:
             if board.is_remote or not is_ours or has_ended:
                 continue
             self._feeds[board.rank] = Feed(board, self._reaches_out)
-            self._with_others(partial(self._send_board, board=board))
+            self.others.each(partial(self._send_board, board=board))
             threading.Thread(target=self._pump, args=(board.rank,), daemon=True).start()
 
     def _reaches_out(self, ranks: Any) -> bool:
@@ -317,54 +253,8 @@ class Relay:
 
     # --- the other relays
 
-    def _accept(self) -> None:
-        assert self._server is not None
-        with contextlib.suppress(OSError):
-            connection = self._add(self._server.accept()[0])
-            if sum(not each.trusted for each in self._connections) > _STRANGERS:
-                self._drop(connection)
-            else:
-                self._attempt(connection, lambda to: to.send_json(type="challenge", nonce=to.nonce))
-
-    def _connect(self) -> None:
-        """Connect to the hub at one of its addresses."""
-        for _ in range(len(self._offers)):
-            address = self._offers.pop(0)
-            self._offers.append(address)  # another one first, if this one turns out to be no hub
-            with contextlib.suppress(OSError):
-                self._add(socket.create_connection(address, timeout=1.0))
-                return
-
-    def _add(self, sock: socket.socket) -> Connection:
-        connection = Connection(sock)
-        self._connections.append(connection)
-        self._selector.register(connection, selectors.EVENT_READ)
-        return connection
-
-    def _drop(self, connection: Connection) -> None:
-        if connection in self._connections:
-            self._connections.remove(connection)
-            self._selector.unregister(connection)
-            connection.close()
-
-    def _with_others(
-        self, do: Callable[[Connection], None], *, but: Connection | None = None
-    ) -> None:
-        """Do something with the connection to each relay that has proven itself."""
-        for connection in list(self._connections):
-            if connection.trusted and connection is not but:
-                self._attempt(connection, do)
-
-    def _attempt(self, connection: Connection, do: Callable[[Connection], None]) -> None:
-        """Do something with a connection; if it fails, the node is lost."""
-        try:
-            do(connection)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._lose(connection, str(error) or type(error).__name__)
-
     def _lose(self, connection: Connection, why: str) -> None:
         """Give up a node, or on a node without rank 0 all other nodes."""
-        self._drop(connection)
         lost = [rank for rank in connection.ranks if self._lose_rank(rank)]
         if lost and self._feeds.keys() - self._ended:
             self.say(
@@ -373,7 +263,7 @@ class Relay:
                 " not compared with those of this node"
             )
         if self._is_hub and connection.ranks:
-            self._send_all(type="lost", ranks=sorted(connection.ranks))
+            self.others.send(type="lost", ranks=sorted(connection.ranks))
 
     def _lose_rank(self, rank: int) -> bool:
         """Mark the copy of a rank's board as lost. Return whether the rank was still running."""
@@ -386,50 +276,8 @@ class Relay:
         self._bells.ring(rank)
         return True
 
-    def _receive(self, connection: Connection) -> None:
-        for kind, content in connection.receive():
-            if kind == WRITES:
-                if not connection.trusted:
-                    raise ValueError("it is no relay")
-                self._apply(connection, content)
-                continue
-            message = json.loads(content)
-            if not isinstance(message, dict):
-                raise ValueError("it is no relay")
-            if connection.trusted:
-                self._handle(connection, message)
-            else:
-                self._get_acquainted(connection, message)
-
-    def _get_acquainted(self, connection: Connection, message: dict[str, Any]) -> None:
-        """Answer a message of a relay that has not proven yet that it knows the job's secret. Once
-        it has, send it the boards.
-        """
-        host = os.uname().nodename
-        if self._is_hub:
-            if message.get("world_size") != self._world_size or not is_proof(
-                message.get("proof"), self._secret, connection.nonce, "node"
-            ):
-                raise ValueError("it is no relay of this job")
-            connection.send_json(
-                type="welcome",
-                host=host,
-                proof=proof(self._secret, str(message.get("nonce")), "hub"),
-            )
-        elif message.get("type") == "challenge":
-            mine = proof(self._secret, str(message.get("nonce")), "node")
-            connection.send_json(
-                type="hello",
-                host=host,
-                world_size=self._world_size,
-                proof=mine,
-                nonce=connection.nonce,
-            )
-            return
-        elif not is_proof(message.get("proof"), self._secret, connection.nonce, "hub"):
-            raise ValueError("it is not the hub of this job")
-        connection.trusted = True
-        connection.host = str(message.get("host", ""))[:100]
+    def _send_boards(self, connection: Connection) -> None:
+        """Send the boards that a relay needs which has just joined."""
         for rank, feed in self._feeds.items():
             if rank not in self._ended:
                 self._send_board(connection, feed.board)
@@ -448,7 +296,10 @@ class Relay:
         )
         connection.send_json(type="publish", rank=board.rank)
 
-    def _handle(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _take(self, connection: Connection, message: bytes | dict[str, Any]) -> None:
+        if isinstance(message, bytes):
+            self._apply(connection, message)
+            return
         what = message.get("type")
         if what == "board":
             rank = int(message["rank"])
@@ -482,7 +333,7 @@ class Relay:
         self._log.count_board()
         if self._is_hub:
             board = PeerBoard(mirror.path)
-            self._with_others(partial(self._send_board, board=board), but=connection)
+            self.others.each(partial(self._send_board, board=board), but=connection)
 
     def _apply(self, connection: Connection, content: bytes) -> None:
         """Write changes of another node's boards into the copies, wake the ranks that wait for
@@ -500,16 +351,13 @@ class Relay:
         for rank in ranks:
             self._bells.ring(rank)
         if self._is_hub and all(self._mirrors[rank].is_published for rank in ranks):
-            self._with_others(lambda to: to.send(WRITES, content), but=connection)
+            self.others.each(lambda to: to.send(WRITES, content), but=connection)
         self._answer_questions(questions)
 
     def _send_changes(self, changes: list[tuple[int, int, bytes]]) -> None:
         if changes:
             content = pack_writes(changes)
-            self._with_others(lambda to: to.send(WRITES, content))
-
-    def _send_all(self, **message: Any) -> None:
-        self._with_others(lambda to: to.send_json(**message))
+            self.others.each(lambda to: to.send(WRITES, content))
 
     # --- refusals
 
@@ -520,7 +368,7 @@ class Relay:
             if self._is_hub:
                 self._post(refusal)
             else:
-                self._send_all(type="draft", refusal=refusal)
+                self.others.send(type="draft", refusal=refusal)
 
     def _post(self, refusal: dict[str, Any]) -> None:
         """As the hub, post a refusal on all nodes, if it is the first of its collective.
@@ -529,12 +377,11 @@ class Relay:
         that one is raised first, and this one may be its consequence.
         """
         identity = (int(refusal["key"]), int(refusal["number"]))
-        unseen = self._concerned[int(refusal.get("seen", 0)) :]
+        unseen = list(self._posted.values())[int(refusal.get("seen", 0)) :]
         if identity in self._posted or any(refusal.get("by") in ranks for ranks in unseen):
             return
-        self._posted.add(identity)
-        self._concerned.append(list(refusal.get("ranks", ())))
-        self._send_all(type="refusal", refusal=refusal)
+        self._posted[identity] = list(refusal.get("ranks", ()))
+        self.others.send(type="refusal", refusal=refusal)
         self._post_here(refusal)
 
     def _post_here(self, refusal: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from commlens.boards import refusal_log
 from commlens.boards.board import Board, PeerBoard
 from commlens.boards.refusal_log import RefusalLog
 from commlens.boards.wakeup import Bells
-from commlens.verification.relay import node_relay
+from commlens.verification.relay import node_relay, other_relays
 from commlens.verification.relay.node_relay import Relay
 
 KEY = 77
@@ -48,10 +48,7 @@ class Node:
     def offer(self, offer: dict[str, object], **changed: object) -> None:
         made = {"hosts": ["127.0.0.1"], **offer, **changed}
         with self.relay._lock:
-            self.relay._secret, self.relay._offers = (
-                str(made["secret"]),
-                [("127.0.0.1", int(str(made["port"])))],
-            )
+            self.relay.others.take_offer(made)
 
     def copy(self, rank: int) -> PeerBoard:
         return PeerBoard(self.folder / f"rank{rank}.{os.getpid()}.board")
@@ -61,15 +58,15 @@ class Node:
 def make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], tuple[list[Node], dict[str, object]]]]:
-    monkeypatch.setattr(node_relay, "LOST_S", 0.4)
-    monkeypatch.setattr(node_relay, "BEAT_S", 0.1)
+    monkeypatch.setattr(other_relays, "LOST_S", 0.4)
+    monkeypatch.setattr(other_relays, "BEAT_S", 0.1)
     monkeypatch.setattr(node_relay, "PATIENCE_S", 1.0)
     monkeypatch.setattr(node_relay, "LINGER_S", 0.5)
     made: list[Node] = []
 
     def nodes(count: int) -> tuple[list[Node], dict[str, object]]:
         made.extend(Node(tmp_path / str(rank), rank, count) for rank in range(count))
-        offer = made[0].relay.listen("127.0.0.1")
+        offer = made[0].relay.others.listen("127.0.0.1")
         for node in made:
             node.thread.start()
         return made, offer
@@ -203,13 +200,14 @@ def test_strangers_and_second_copies_of_a_rank_are_refused(
             until(lambda: not stranger.recv(4096))
     # an earlier start of the job, or a copy of the node
     again = Relay(nodes[1].folder, 2, is_hub=False)
-    again._secret, again._offers = str(offer["secret"]), [("127.0.0.1", int(str(offer["port"])))]
+    others = again.others
+    others.take_offer({"hosts": ["127.0.0.1"], **offer})
     try:
         with again._lock:
             again._find_boards()
-            again._connect()
-        (connection,) = again._connections
-        until(lambda: not again._connections or again._attempt(connection, again._receive))
+            others.connect(0.0)
+        (connection,) = others.connections
+        until(lambda: not others.connections or others.attempt(connection, others._receive))
     finally:
         again.close(failed=True)
     assert linked(nodes[0])
