@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import torch
@@ -39,7 +38,12 @@ class Memory:
 
     @property
     def _has_no_gaps(self) -> bool:
-        return bool(math.prod(self._sizes) * self._itemsize == self.end - self.begin)
+        reached = 1  # elements from the first one on, without a gap
+        for stride, size in sorted(zip(self._strides, self._sizes, strict=True)):
+            if size > 1 and stride > reached:
+                return False
+            reached += (size - 1) * stride
+        return True
 
     def contains(self, other: Memory) -> bool:
         """Return whether all bytes between the other's first and last belong to this memory."""

@@ -11,6 +11,7 @@ import torch
 from commlens.tracing.in_flight.memory import memory_of, storage_key
 
 WHOLE = torch.zeros(4, 6)
+LONG = torch.zeros(25)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,10 @@ WHOLE = torch.zeros(4, 6)
         (WHOLE[0].view(torch.uint8)[:4], WHOLE[0, 1:], False),
         (WHOLE[0].view(torch.uint8)[:5], WHOLE[0, 1:], True),
         (WHOLE, torch.zeros(4, 6), False),
+        # an expanded view has as many elements as the bytes that it spans, and gaps between them
+        (WHOLE.view(-1)[:9:4].expand(3, 3), WHOLE.view(-1)[1:8:4], False),
+        (WHOLE.view(-1)[:9:4].expand(3, 3), WHOLE.view(-1)[4:5], True),
+        (LONG.as_strided((5, 5), (3, 3)), LONG[1:2], False),
     ],
 )
 def test_only_common_bytes_are_shared(one: object, other: object, shared: bool) -> None:
@@ -45,6 +50,13 @@ def test_a_block_contains_what_lies_inside() -> None:
     block, inside, across = memory_of(WHOLE[1]), memory_of(WHOLE[1, 2:4]), memory_of(WHOLE[:2, 5])
     assert block is not None and inside is not None and across is not None
     assert block.contains(inside) and not inside.contains(block) and not block.contains(across)
+
+
+def test_an_expanded_view_does_not_contain_what_lies_in_its_gaps() -> None:
+    expanded, between = memory_of(WHOLE[0, ::4].expand(3, 2)), memory_of(WHOLE[0, 1:3])
+    assert expanded is not None and between is not None and not expanded.contains(between)
+    row, repeated = memory_of(WHOLE[0]), memory_of(WHOLE[0].expand(3, 6))
+    assert row is not None and repeated is not None and repeated.contains(row)
 
 
 def test_it_does_not_keep_a_tensor_alive() -> None:
