@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from statistics import median
 
 from commlens.diagnosis.standstill import late_ranks, stayed_ns
-from commlens.model.cause import CollectiveRef
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -29,7 +28,7 @@ def long_wait(verdict: Verdict, logs: Sequence[RankLog]) -> str:
     else:
         ranks = sorted({*verdict.culprits, *verdict.victims})
         with naming_worlds(verdict.worlds):
-            sentence = _of_waiting(verdict.collective, [by_rank[r] for r in ranks if r in by_rank])
+            sentence = _of_waiting(verdict, [by_rank[rank] for rank in ranks if rank in by_rank])
     return f"{capital(sentence)}."
 
 
@@ -43,19 +42,18 @@ def _of_late_ranks(verdict: Verdict, late: Sequence[RankLog], waiting: Sequence[
     long_ns = stayed_ns(late)
     said = f"{ranks_and_verb(ranks, 'has', 'have')} been {where}"
     said += f" for {duration(long_ns)}" if long_ns else ""
-    awaited = next(
-        (op for log in waiting if (op := _waited_in(log, verdict.collective)) is not None), None
-    )
+    awaited = next((op for log in waiting if (op := _waited_in(log, verdict)) is not None), None)
     gap_s = usual_gap_s(late[0], awaited) if awaited is not None else None
     usual = f", usually {duration(gap_s * 1e9)}" if gap_s is not None else ""
     return f"{said}{usual}; {wait}"
 
 
-def _of_waiting(collective: CollectiveRef | None, logs: Sequence[RankLog]) -> str:
-    ranks = [log.rank for log in logs]
-    ops = [op for log in logs if (op := _waited_in(log, None)) is not None]
+def _of_waiting(verdict: Verdict, logs: Sequence[RankLog]) -> str:
+    waits = {log.rank: op for log in logs if (op := _waited_in(log, verdict)) is not None}
+    ranks = list(waits) or [log.rank for log in logs]
+    collective = verdict.collective
     name = f"{collective.op} #{collective.sequence_number}" if collective else "collectives"
-    since_ns = min((op.announced_ns for op in ops), default=0)
+    since_ns = min((op.announced_ns for op in waits.values()), default=0)
     now_ns = max((log.captured_ns for log in logs), default=0)
     waited = f" for {duration(now_ns - since_ns)}" if since_ns and now_ns else ""
     known = [log.observation.usual_wait for log in logs if log.observation.usual_wait is not None]
@@ -64,17 +62,13 @@ def _of_waiting(collective: CollectiveRef | None, logs: Sequence[RankLog]) -> st
     return f"{ranks_and_verb(ranks, 'has', 'have')} been waiting in {name}{waited}{usual}"
 
 
-def _waited_in(log: RankLog, collective: CollectiveRef | None) -> Collective | None:
-    """Return the oldest op that a rank is in, or the one that is meant."""
-    return next(
-        (
-            op
-            for op in log.collectives
-            if op.in_flight
-            and (
-                collective is None
-                or (op.op, op.sequence_number) == (collective.op, collective.sequence_number)
-            )
-        ),
-        None,
-    )
+def _waited_in(log: RankLog, verdict: Verdict) -> Collective | None:
+    """Return the collective that a verdict names, if a rank is in it; the oldest one that the rank
+    is in, if the verdict names none.
+    """
+    named, group = verdict.collective, verdict.group
+    for op in log.collectives:
+        is_named = named is None or (op.op, op.sequence_number) == (named.op, named.sequence_number)
+        if op.in_flight and is_named and (group is None or op.channel.group.name == group.name):
+            return op
+    return None

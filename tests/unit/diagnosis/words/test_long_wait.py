@@ -6,6 +6,7 @@ from builders import MS, Job, S, Stay, all_reduce, at, training
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.words.long_wait import long_wait
+from commlens.model.collective import State
 from commlens.model.ranklog import RankLog, UsualWait
 
 ASLEEP = at(2, 6, Stay(57, "load_batch"))
@@ -38,27 +39,50 @@ def test_a_rank_without_a_history_has_no_usual_time() -> None:
     )
 
 
+def inside(program: object) -> list[RankLog]:
+    """Both ranks have issued their last collective and wait for it."""
+    logs = timed(Job(2).run(program).logs())  # type: ignore[arg-type]
+    for log in logs:
+        last = log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns, last.returned_ns = State.ISSUED, 0, 0, 0
+        last.wait_began_ns, last.wait_thread = last.announced_ns, log.pid
+        log.observation.usual_wait = UsualWait(9, 0.04, 1.2, 5.0)
+    return logs
+
+
 def test_ranks_inside_of_one_collective_wait_together() -> None:
     def program(job: Job, rank: int) -> object:
         for _ in range(4):
             yield all_reduce(job.world, line=20)
         yield Stay(21, "end")
 
-    logs = timed(Job(2).run(program).logs())  # type: ignore[arg-type]
-    for log in logs:
-        last = log.collectives[-1]
-        last.state, last.done_ns, last.wait_ended_ns, last.returned_ns = (
-            type(last.state).ISSUED,
-            0,
-            0,
-            0,
-        )
-        last.wait_began_ns, last.wait_thread = last.announced_ns, log.pid
-        log.observation.usual_wait = UsualWait(9, 0.04, 1.2, 5.0)
+    logs = inside(program)
     verdict = diagnose_logs(logs)
     assert verdict.kind == "stuck-inside"
     assert long_wait(verdict, logs) == (
         "Ranks 0-1 have been waiting in all_reduce #4 for 14 s, usually 40 ms."
+    )
+
+
+def test_the_duration_is_that_of_the_collective_that_is_named() -> None:
+    """An older one of another group, for which no thread waits, has the same number."""
+
+    def program(job: Job, rank: int) -> object:
+        yield all_reduce(job.group("1", range(2)), line=19, is_async=True, handle="a")
+        for _ in range(20):
+            yield all_reduce(job.world, line=20)
+        yield Stay(21, "end")
+
+    logs = inside(program)
+    for log in logs:
+        older = log.collectives[0]
+        older.state, older.sequence_number = State.ISSUED, 20
+        older.done_ns = older.wait_ended_ns = older.wait_began_ns = 0
+        older.returned_ns = older.announced_ns + 1
+    verdict = diagnose_logs(logs)
+    assert verdict.group is not None and verdict.group.name == "0"
+    assert long_wait(verdict, logs) == (
+        "Ranks 0-1 have been waiting in all_reduce #20 for 11 s, usually 40 ms."
     )
 
 
