@@ -76,15 +76,10 @@ class Unmet(NamedTuple):
     """
 
     rank: int  # that waits for the message
+    peer: int  # the other side
     op: Collective
     issued: int  # messages of the other side to match, of which none is left
     stands_in: Collective  # where the other side waits
-
-    @property
-    def as_data(self) -> UnmetMessage:
-        """The unmet message as a part of the cause."""
-        message, stands_in = collective_of(self.op), collective_of(self.stands_in)
-        return UnmetMessage(self.rank, message, self.issued, stands_in)
 
 
 @dataclass(kw_only=True)
@@ -143,7 +138,11 @@ def _add_cycle(context: Context, path: Path, waits: list[WaitNode]) -> None:
         left_order=_left_order(departures, context.job),
         rounds=rounds,
         recomputed=recomputed,
-        unmet_message=unmet.as_data if unmet is not None else None,
+        unmet_message=UnmetMessage(
+            unmet.rank, collective_of(unmet.op), unmet.issued, collective_of(unmet.stands_in)
+        )
+        if unmet is not None
+        else None,
         awaited_result=_awaited_result(path),
     )
     op = ops[culprits[0]] if culprits else path[0][2].op
@@ -317,7 +316,7 @@ def _unmet_message(context: Context, path: Path) -> Unmet | None:
             stands_in = context.graph.blocks[target].op
             issued = fewer_issued(context.job, node.rank, edge.op)
             if issued is not None and not stands_in.is_point_to_point:
-                return Unmet(node.rank, edge.op, issued, stands_in)
+                return Unmet(node.rank, target.rank, edge.op, issued, stands_in)
     return None
 
 
