@@ -40,7 +40,7 @@ from commlens.diagnosis.causes.context import (
     waits_of,
 )
 from commlens.diagnosis.causes.messages import find_recomputed
-from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, WaitNode
 from commlens.diagnosis.index.activity import (
     Activity,
     is_locked_out,
@@ -49,7 +49,16 @@ from commlens.diagnosis.index.activity import (
 )
 from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.matching.error_texts import is_refusal
-from commlens.model.cause import Confidence, Decision, Doubt, Missing, Outcome, Rounds, Working
+from commlens.model.cause import (
+    Confidence,
+    Decision,
+    Doubt,
+    Missing,
+    Outcome,
+    Recomputed,
+    Rounds,
+    Working,
+)
 from commlens.model.collective import Collective, Frame, FrameKind, Stack, State
 from commlens.model.ranklog import RankLog
 
@@ -127,6 +136,16 @@ class LockHolder(NamedTuple):
     edge: Edge | None  # the holder's wait for the missing rank, if it waits for it
 
 
+class Blame(NamedTuple):
+    """The ranks to blame, and what decided: perhaps their rounds, or a message that is issued
+    again.
+    """
+
+    decision: Decision
+    rounds: Rounds | None = None
+    recomputed: Recomputed | None = None
+
+
 @dataclass(kw_only=True)
 class MissingCase(Case[Missing]):
     """Ranks that do not arrive."""
@@ -180,6 +199,28 @@ def find_missing(context: Context, nodes: list[WaitNode]) -> None:
             _add_missing(context, absence)
 
 
+def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
+    """Return the absence of ranks that do the same thing."""
+    absent = [node for node, _ in members]
+    edges = context.graph.edges_into_all(absent)
+    edge = most_waited(context, edges)
+    # a receive from any source is one wait, with an edge to each rank that may send
+    same: list[Edge] = []
+    elsewhere: list[Edge] = []
+    for other in edges:
+        is_same = other.instance == edge.instance or (other.op is edge.op and edge.is_from_any)
+        (same if is_same else elsewhere).append(other)
+    return Absence(
+        [node.rank for node in absent],
+        [doing for _, doing in members],
+        edge,
+        same,
+        elsewhere,
+        sorted({other.rank for other in same}),
+        context.blocked_by(absent),
+    )
+
+
 def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None:
     """Let the stack of each absent rank be that of the thread that issues on the channel in which
     others wait, if that is not its main thread.
@@ -190,6 +231,9 @@ def _follow_awaited_threads(context: Context, nodes: Sequence[WaitNode]) -> None
         of_user = {stack.thread for stack in view.log.stacks if stack.source is not None}
         if track is not None and track.thread in of_user - {view.main_thread}:
             view.log = msgspec.structs.replace(view.log, awaited_thread=track.thread)
+
+
+# --- ranks that work or sleep, and may still arrive
 
 
 def _may_arrive(context: Context, node: WaitNode, doing: Activity) -> bool:
@@ -216,43 +260,19 @@ def _sleep_beside(
     """Return the absent ranks that sleep while another one visibly works, for which the same
     collective waits: they may poll for what it makes.
     """
+
+    def awaited_in(node: WaitNode) -> Instance:
+        return most_waited(context, context.graph.edges_into(node)).instance
+
     views = context.job.views
-    asleep = {node for node in activities if views[node.rank].log.sleep.left_s > 0}
-    if not asleep or not may_arrive:
-        return set()
-    awaited = {node: most_waited(context, context.graph.edges_into(node)) for node in activities}
-    busy = {
-        awaited[node].instance
-        for node in may_arrive
-        if activities[node].works and not activities[node].unclear
-    }
-    return {
+    asleep = [
         node
         for node, doing in activities.items()
-        if awaited[node].instance in busy and doing.state == "runs" and node in asleep
-    }
-
-
-def absence_of(context: Context, members: Sequence[tuple[WaitNode, Activity]]) -> Absence:
-    """Return the absence of ranks that do the same thing."""
-    absent = [node for node, _ in members]
-    edges = context.graph.edges_into_all(absent)
-    edge = most_waited(context, edges)
-    # a receive from any source is one wait, with an edge to each rank that may send
-    same: list[Edge] = []
-    elsewhere: list[Edge] = []
-    for other in edges:
-        is_same = other.instance == edge.instance or (other.op is edge.op and edge.is_from_any)
-        (same if is_same else elsewhere).append(other)
-    return Absence(
-        [node.rank for node in absent],
-        [doing for _, doing in members],
-        edge,
-        same,
-        elsewhere,
-        sorted({other.rank for other in same}),
-        context.blocked_by(absent),
-    )
+        if doing.state == "runs" and views[node.rank].log.sleep.left_s > 0
+    ]
+    working = (node for node in may_arrive if activities[node].works)
+    busy = {awaited_in(node) for node in working if asleep and not activities[node].unclear}
+    return {node for node in asleep if busy and awaited_in(node) in busy}
 
 
 def _is_wait_over(doing: Activity, edges: Iterable[Edge]) -> bool:
@@ -305,370 +325,98 @@ def _add_working(context: Context, absence: Absence, first: WaitNode) -> None:
     context.cases.append(WorkingCase(cause, op, doing.frame, blocked=blocked, absence=absence))
 
 
+# --- ranks that are missing
+
+
 def _add_missing(context: Context, absence: Absence) -> None:
     """Add the case of ranks that are missing. It blames these, or the ranks that wait for them
     (``blames_waiting``), or none.
     """
-    op, views = absence.edge.op, context.job.views
-    first = views[absence.ranks[0]]
-    recomputed = find_recomputed(context.job, absence.edge.rank, op)
-    if recomputed is not None and absence.waiting == [recomputed.rank]:
-        decision, rounds = Decision((recomputed.rank,), "recomputation"), None
-    else:
-        decision, rounds = _decide(context, absence)
-    blamed = list(decision.culprits)
-    extra = _extra_line(context, absence)
+    views, doing = context.job.views, absence.doing
+    blame, extra = _decide(context, absence), _extra_line(context, absence)
+    blamed, by = list(blame.decision.culprits), blame.decision.by
     refused = _were_refused_elsewhere(context, absence, blamed)
     culprits = [] if refused else blamed
-    record_doubt = _doubt_of_records(context, absence)
-    confidence, doubt = _confidence(
-        context,
-        absence,
-        decision,
-        record_doubt,
-        refused=refused,
-        extra_line=extra is not None or decision.by == "recomputation",
-    )
+    confidence, doubt = _confidence(context, absence, blame.decision, extra, refused=refused)
     blames_waiting = blamed == absence.waiting
     holders = _lock_holders(context, absence)
     locked_out = [rank for rank in absence.ranks if is_locked_out(views[rank].log)]
     cause = Missing(
         kind="missing",
-        why=absence.doing.why,
+        why=doing.why,
         root_cause=True,
         culprits=culprits,
-        blamed_by="unknown" if refused else decision.by,
+        blamed_by="unknown" if refused else by,
         victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
-        certain=record_doubt != "completion-unknown"
+        certain=doubt != "completion-unknown"
         and _can_never_arrive(context, absence, locked_out, holders),
         ranks=absence.ranks,
         came=_ranks_that_came(context, absence, extra),
         processes=processes_of(context, absence.ranks),
         outcome=_outcome(context, absence, extra, blames_waiting=blames_waiting),
-        activity=doing_of(absence.doing),
+        activity=doing_of(doing),
         waits=waits_of(context, absence.all_edges),
         held_up_s=_held_up_s(context, absence),
         timed_out=context.timed_out(absence.edge),
-        over=_have_ended(context, blamed),
-        works_too_long=absence.doing.works and not _is_wait_over(absence.doing, absence.all_edges),
+        over=bool(blamed) and all(views[rank].exit.ended for rank in blamed),
+        works_too_long=doing.works and not _is_wait_over(doing, absence.all_edges),
         blames_waiting=blames_waiting,
-        rounds=rounds,
-        recomputed=recomputed if decision.by == "recomputation" else None,
+        rounds=blame.rounds,
+        recomputed=blame.recomputed,
         locked_out=locked_out,
         new_line=absence.finished and _is_first_of_its_line(context, absence.edge),
         doubt=doubt,
     )
+    first = views[absence.ranks[0]]
     context.cases.append(
         MissingCase(
             cause,
-            op if extra is None else extra.op,
+            absence.edge.op if extra is None else extra.op,
             _frame(context, absence, extra, blames_waiting=blames_waiting),
             blocked=absence.blocked,
             absence=absence,
-            loop=find_loop(views[blamed[0]]) if decision.by == "midway" else None,
+            loop=find_loop(views[blamed[0]]) if by == "midway" else None,
             extra=extra,
             lock_holders=holders,
             notified=_waits_to_be_woken(first),
             strayed=_strayed(context, absence),
-            ended_after=_ended_after(first, absence),
+            ended_after=first.last_op if absence.finished and not first.log.steps else None,
         )
     )
 
 
-def _held_up_s(context: Context, absence: Absence) -> float | None:
-    """Return how long the job has been held up; None if that is as long as the longest wait."""
-    waiting = sorted(set(absence.blocked) - set(absence.ranks))
-    held_up_ns = context.held_up_ns(absence.all_edges)
-    return held_up_ns / 1e9 if held_up_ns < context.longest_wait(waiting) else None
+# --- ... whom to blame
 
 
-def _were_refused_elsewhere(context: Context, absence: Absence, blamed: Sequence[int]) -> bool:
-    """Return whether strict verification ended the wait of the ranks to blame in another
-    collective, so that they never came: what they waited for there is the cause.
-    """
-    views = [context.job.views[rank] for rank in blamed]
-    return bool(views) and all(
-        view.exit.refused and op_at(view, absence.edge.instance) is None for view in views
-    )
-
-
-def _have_ended(context: Context, blamed: Sequence[int]) -> bool:
-    return bool(blamed) and all(context.job.views[rank].exit.ended for rank in blamed)
-
-
-def _can_never_arrive(
-    context: Context,
-    absence: Absence,
-    locked_out: Sequence[int],
-    holders: Sequence[LockHolder],
-) -> bool:
-    """Return whether the ranks can never arrive, and nobody in their place: they have ended,
-    nothing releases the lock that each waits for, or the lock's holder waits for them.
-    """
-    locked = {*locked_out, *(one.rank for one in holders if one.edge is not None)}
-    return absence.is_for_ranks and all(
-        context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
-    )
-
-
-def _ended_after(view: RankView, absence: Absence) -> Collective | None:
-    return view.last_op if absence.finished and not view.log.steps else None
-
-
-def _strayed(context: Context, absence: Absence) -> Collective | None:
-    """Return the one collective that an absent rank issued in another group from the line where
-    the others wait; None if it did so more often, or if a waiting rank did, too.
-    """
-    op, views = absence.edge.op, context.job.views
-    if op.is_point_to_point or not op.call_lines or op.is_setup or op.is_store_wait:
-        return None
-    line = _line_of(op)
-
-    def elsewhere(rank: int) -> list[Collective]:
-        at_line = (each for each in views[rank].history if _line_of(each) == line)
-        return [each for each in at_line if each.channel.key != op.channel.key]
-
-    own = elsewhere(absence.ranks[0])
-    return own[0] if len(own) == 1 and not elsewhere(absence.edge.rank) else None
-
-
-def _waits_to_be_woken(view: RankView) -> bool:
-    """Return whether a rank's main thread waits in a condition of Python's, as queues and events
-    do.
-    """
-    stack = view.log.main_stack
-    frames = stack.frames if stack is not None else ()
-    inner = next((frame for frame in frames if frame.kind is not FrameKind.NATIVE), None)
-    return inner is not None and inner.function == "wait" and inner.file.endswith("/threading.py")
-
-
-def _frame(
-    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
-) -> Frame | None:
-    """Return the line to look at: where the culprits are, or were last."""
-    if extra is not None:
-        return extra.op.source
-    frame = absence.edge.op.source if blames_waiting else absence.doing.frame
-    view = context.job.views[absence.ranks[0]]
-    last = view.last_op
-    return last.source if frame is None and absence.finished and last is not None else frame
-
-
-# --- the doubt, and the confidence
-
-
-def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
-    """Return the facts about the ranks that the records lack; None if they suffice."""
-    views, doing = [context.job.views[rank] for rank in absence.ranks], absence.doing
-    if any(view.unknown_message for view in views):
-        return "may-wait-in-message"
-    if any(_may_wait_for_unseen_helper(view.log, doing) for view in views):
-        return "helper-unseen"
-    if context.completion_unknown(absence.waiting):
-        return "completion-unknown"
-    if _is_only_issued([context.job.views[rank] for rank in absence.waiting]):
-        return "only-issued"
-    if doing.works and not _is_wait_over(doing, absence.all_edges):
-        return "may-be-working"
-    if absence.is_certain:
-        return None
-    if not context.job.has_stack(absence.ranks[0]):
-        return "outside-not-recorded"
-    return "ended-unobserved" if any(view.exit.ended for view in views) else "not-observed"
-
-
-def _is_only_issued(waiting: Sequence[RankView]) -> bool:
-    """Return whether records tell what ranks issued, and not whether it completed."""
-    return any(view.dump is not None and view.dump.issued_only for view in waiting) or all(
-        view.is_log and not view.timed_out for view in waiting
-    )
-
-
-def _may_wait_for_unseen_helper(log: RankLog, doing: Activity) -> bool:
-    """Return whether a rank may wait for a process that it started, whose stack is unknown."""
-    unseen = any(not helper.stack for helper in log.observation.helpers)
-    return unseen and may_wait_for_child(log, doing)
-
-
-_LIMITS_TO_LOW = frozenset(
-    {
-        "may-wait-in-message",
-        "completion-unknown",
-        "only-issued",
-        "may-be-working",
-        "helper-unseen",
-    }
-)
-
-
-def _confidence(
-    context: Context,
-    absence: Absence,
-    decision: Decision,
-    record_doubt: Doubt | None,
-    *,
-    refused: bool,
-    extra_line: bool,
-) -> tuple[Confidence, Doubt | None]:
-    """Return the confidence in the culprits, and the reason why it is not higher.
-
-    Args:
-        context: the job.
-        absence: the ranks.
-        decision: who is to blame.
-        record_doubt: what the records do not tell.
-        refused: whether strict verification ended the wait of those to blame elsewhere.
-        extra_line: whether the waiting ranks came to a line more often than the others.
-    """
-    blamed = list(decision.culprits)
-    blames_waiting = blamed == absence.waiting
-    if refused or record_doubt in _LIMITS_TO_LOW:
-        return "low", record_doubt or "refused-elsewhere"
-    if decision.by == "midway":
-        return "medium", record_doubt or "loop-may-end-there"
-    clear = absence.is_certain and bool(blamed) and (extra_line or not blames_waiting)
-    if clear and not context.assumed(absence.waiting):
-        return ("high", record_doubt) if absence.is_for_ranks else ("medium", "store-elsewhere")
-    return "medium", record_doubt or _doubt_of_decision(context, absence, blamed)
-
-
-def _doubt_of_decision(context: Context, absence: Absence, blamed: Sequence[int]) -> Doubt:
-    """Return why the decision is not certain, although the records suffice."""
-    if not blamed:
-        return _doubt_of_blame(context, absence) or "undecided"
-    return "majority-assumed" if blamed == absence.waiting else "wait-inferred"
-
-
-def _outcome(
-    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
-) -> Outcome:
-    """Return what the missing ranks did instead of coming, or the waiting ones too much."""
-    op, views = absence.edge.op, context.job.views
-    if extra is not None:
-        return "extra-line"
-    if blames_waiting:
-        return "extra-message" if op.is_point_to_point else "extra-collective"
-    if op.is_store_wait:
-        return "key-missing"
-    if op.is_point_to_point:
-        return "message-missing"
-    if absence.finished:
-        return "finished"
-    came = all(op_at(views[rank], absence.edge.instance) is not None for rank in absence.ranks)
-    return "reached-too-late" if came else "never-reached"
-
-
-# --- a line that only the waiting ranks reach
-
-
-def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
-    """Return the first collective from the line that only the waiting ranks reach, or reach more
-    often, if it is not where they wait.
-
-    Collectives of one op pair up in order, wherever they are issued. So the one that is left over
-    comes from a line that all ranks reach, and the one too many met another line's: with an
-    all_reduce at lines 20 and 30 in each step, and one more at line 25 once, the ranks that passed
-    line 25 wait at line 30 in the end.
-    """
-    op = absence.edge.op
-    if not absence.finished or op.is_point_to_point or op.is_setup or op.is_store_wait:
-        return None
-    tracks = context.job.tracks_on(op.channel.key)
-    if any(
-        rank not in tracks or context.job.views[rank].wrapped
-        for rank in (*absence.waiting, *absence.ranks)
-    ):
-        return None
-    by_waiting = _lines_of(tracks[rank] for rank in absence.waiting)
-    by_absent = _lines_of(tracks[rank] for rank in absence.ranks)
-    surplus = _only_surplus(by_waiting, by_absent)
-    if surplus is None or _line_of(op) in surplus:
-        return None
-    rank, other = absence.edge.rank, absence.ranks[0]
-    extra = _first_surplus(tracks[rank], surplus)
-    met = tracks[other].ops.get(extra.sequence_number)
-    path = (
-        parting_paths_of_ranks(context.job, rank, extra, other, met)[0]
-        if met is not None
-        else path_of(extra)
-    )
-    alike = [other for other in tracks if _lines_of([tracks[other]]) == by_waiting]
-    return ExtraLine(extra, met, path, sorted(alike))
-
-
-def _ranks_that_came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
-    """Return the ranks that issued the collective that the missing ranks lack: the ranks that wait
-    in it, and the ranks that have completed it.
-    """
-    if extra is not None:
-        return extra.ranks
-    views, at = context.job.views, absence.edge.instance
-    members = [rank for rank in at.members if rank in views and rank not in absence.ranks]
-    done = [rank for rank in members if op_at(views[rank], at) is not None]
-    return sorted({*absence.waiting, *done})
-
-
-_Line = tuple[str, tuple[tuple[str, int], ...]]
-_Lines = Counter[_Line]
-"""How often each op was issued from each line."""
-
-
-def _line_of(op: Collective) -> _Line:
-    return op.op, op.call_lines
-
-
-def _lines_of(tracks: Iterable[Track]) -> _Lines | None:
-    """Return how often ranks issued each op from each line; None if they differ."""
-    counts = [Counter(map(_line_of, track.ops.values())) for track in tracks]
-    return counts[0] if all(each == counts[0] for each in counts) else None
-
-
-def _only_surplus(by_waiting: _Lines | None, by_absent: _Lines | None) -> _Lines | None:
-    """Return the op and line that the waiting ranks issued more often, and how much more often;
-    None unless the ranks differ in one known line alone.
-    """
-    if by_waiting is None or by_absent is None:
-        return None
-    surplus, lack = by_waiting - by_absent, by_absent - by_waiting
-    is_only_one = len(surplus) == 1 and not lack and all(lines for _, lines in surplus)
-    return surplus if is_only_one else None
-
-
-def _first_surplus(track: Track, surplus: _Lines) -> Collective:
-    """Return the first op that a rank issued from a line after the others last did."""
-    at_line = [op for _, op in sorted(track.ops.items()) if _line_of(op) in surplus]
-    return at_line[-surplus.total()]
-
-
-# --- whom to blame
-
-
-def _decide(context: Context, absence: Absence) -> tuple[Decision, Rounds | None]:
+def _decide(context: Context, absence: Absence) -> Blame:
     """Decide whom to blame: the ranks that are missing; if some ranks finished or destroyed their
     group and the others wait for them, the ranks that ran one round too few or too many.
 
     The majority of the group decides; else how often all ranks of the job came to these lines; else
-    the ranks' routine.
-
-    Returns:
-        The decision, and how often the ranks came to the line that decided, if that did.
+    the ranks' routine. A rank alone is to blame if it waits for a message that activation
+    checkpointing issued again.
     """
-    if any(context.job.views[rank].unknown_message for rank in absence.ranks):
-        return Decision((), "unknown"), None  # they may wait for their devices in a message
     op, sides = absence.edge.op, (sorted(absence.ranks), absence.waiting)
+    recomputed = find_recomputed(context.job, absence.edge.rank, op)
+    if recomputed is not None and absence.waiting == [recomputed.rank]:
+        return Blame(Decision((recomputed.rank,), "recomputation"), recomputed=recomputed)
+    if any(context.job.views[rank].unknown_message for rank in absence.ranks):
+        return Blame(Decision((), "unknown"))  # they may wait for their devices in a message
     if not absence.over or op.is_setup or op.is_store_wait:
         if _doubt_of_blame(context, absence) is not None:
-            return Decision((), "undecided"), None
-        return Decision(tuple(sides[0]), "absence"), None
-    rounds = _rounds(context, absence)
+            return Blame(Decision((), "undecided"))
+        return Blame(Decision(tuple(sides[0]), "absence"))
+    lines = [op, _other_side(context, absence)]
+    counted = [count_rounds(context.job, each) for each in lines if each is not None]
+    rounds = [each for each in counted if each is not None]
     decision = first_decision(
         lambda: _by_majority(context, absence),
         lambda: by_rounds({*sides[0], *sides[1]}, [one.odd for one in rounds]),
         lambda: by_routine(sides, _first_to_leave(context, sides)),
         lambda: _by_midway(context, absence),
     )
-    return decision, rounds[0] if decision.by == "rounds" else None
+    return Blame(decision, rounds[0] if decision.by == "rounds" else None)
 
 
 def _doubt_of_blame(context: Context, absence: Absence) -> Doubt | None:
@@ -744,15 +492,6 @@ def _by_midway(context: Context, absence: Absence) -> Decision | None:
     return by_midway(absence.ranks, absence.waiting, midway, going_on)
 
 
-def _rounds(context: Context, absence: Absence) -> list[Rounds]:
-    """Return how often the ranks of the job came to the lines of both sides of a wait, if most
-    ranks came to them equally often.
-    """
-    sides = (absence.edge.op, _other_side(context, absence))
-    found = [count_rounds(context.job, op) for op in sides if op is not None]
-    return [rounds for rounds in found if rounds is not None]
-
-
 def _first_to_leave(context: Context, sides: Iterable[Sequence[int]]) -> list[int]:
     """Return the first rank of each side that ever left its routine."""
     views = context.job.views
@@ -770,20 +509,257 @@ def _other_side(context: Context, absence: Absence) -> Collective | None:
     return messages[-1] if op.is_point_to_point else None
 
 
+def _were_refused_elsewhere(context: Context, absence: Absence, blamed: Sequence[int]) -> bool:
+    """Return whether strict verification ended the wait of the ranks to blame in another
+    collective, so that they never came: what they waited for there is the cause.
+    """
+    views = [context.job.views[rank] for rank in blamed]
+    return bool(views) and all(
+        view.exit.refused and op_at(view, absence.edge.instance) is None for view in views
+    )
+
+
+# --- ... how sure that is
+
+_LIMITS_TO_LOW = frozenset(
+    {
+        "may-wait-in-message",
+        "completion-unknown",
+        "only-issued",
+        "may-be-working",
+        "helper-unseen",
+    }
+)
+
+
+def _confidence(
+    context: Context,
+    absence: Absence,
+    decision: Decision,
+    extra: ExtraLine | None,
+    *,
+    refused: bool,
+) -> tuple[Confidence, Doubt | None]:
+    """Return the confidence in the culprits, and the reason why it is not higher. ``refused``:
+    strict verification ended the wait of those to blame elsewhere.
+    """
+    doubt_of_records = _doubt_of_records(context, absence)
+    if refused or doubt_of_records in _LIMITS_TO_LOW:
+        return "low", doubt_of_records or "refused-elsewhere"
+    if decision.by == "midway":
+        return "medium", doubt_of_records or "loop-may-end-there"
+    shows_excess = extra is not None or decision.by == "recomputation"
+    blames_absent = list(decision.culprits) != absence.waiting
+    is_clear = absence.is_certain and decision.culprits and (shows_excess or blames_absent)
+    if is_clear and not context.assumed(absence.waiting):
+        return ("high", doubt_of_records) if absence.is_for_ranks else ("medium", "store-elsewhere")
+    return "medium", doubt_of_records or _doubt_of_decision(context, absence, decision)
+
+
+def _doubt_of_decision(context: Context, absence: Absence, decision: Decision) -> Doubt:
+    """Return why the decision is not certain, although the records suffice."""
+    if not decision.culprits:
+        return _doubt_of_blame(context, absence) or "undecided"
+    blames_waiting = list(decision.culprits) == absence.waiting
+    return "majority-assumed" if blames_waiting else "wait-inferred"
+
+
+def _doubt_of_records(context: Context, absence: Absence) -> Doubt | None:
+    """Return the facts about the ranks that the records lack; None if they suffice."""
+    views, doing = [context.job.views[rank] for rank in absence.ranks], absence.doing
+    if any(view.unknown_message for view in views):
+        return "may-wait-in-message"
+    if any(_may_wait_for_unseen_helper(view.log, doing) for view in views):
+        return "helper-unseen"
+    if context.completion_unknown(absence.waiting):
+        return "completion-unknown"
+    if _is_only_issued([context.job.views[rank] for rank in absence.waiting]):
+        return "only-issued"
+    if doing.works and not _is_wait_over(doing, absence.all_edges):
+        return "may-be-working"
+    if absence.is_certain:
+        return None
+    if not context.job.has_stack(absence.ranks[0]):
+        return "outside-not-recorded"
+    return "ended-unobserved" if any(view.exit.ended for view in views) else "not-observed"
+
+
+def _is_only_issued(waiting: Sequence[RankView]) -> bool:
+    """Return whether records tell what ranks issued, and not whether it completed."""
+    return any(view.dump is not None and view.dump.issued_only for view in waiting) or all(
+        view.is_log and not view.timed_out for view in waiting
+    )
+
+
+def _may_wait_for_unseen_helper(log: RankLog, doing: Activity) -> bool:
+    """Return whether a rank may wait for a process that it started, whose stack is unknown."""
+    unseen = any(not helper.stack for helper in log.observation.helpers)
+    return unseen and may_wait_for_child(log, doing)
+
+
+# --- ... what they did instead, or the waiting ranks too much
+
+
+def _outcome(
+    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
+) -> Outcome:
+    """Return what the missing ranks did instead of coming, or the waiting ones too much."""
+    op, views = absence.edge.op, context.job.views
+    if extra is not None:
+        return "extra-line"
+    if blames_waiting:
+        return "extra-message" if op.is_point_to_point else "extra-collective"
+    if op.is_store_wait:
+        return "key-missing"
+    if op.is_point_to_point:
+        return "message-missing"
+    if absence.finished:
+        return "finished"
+    came = all(op_at(views[rank], absence.edge.instance) is not None for rank in absence.ranks)
+    return "reached-too-late" if came else "never-reached"
+
+
+def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
+    """Return the first collective from the line that only the waiting ranks reach, or reach more
+    often, if it is not where they wait.
+
+    Collectives of one op pair up in order, wherever they are issued. So the one that is left over
+    comes from a line that all ranks reach, and the one too many met another line's: with an
+    all_reduce at lines 20 and 30 in each step, and one more at line 25 once, the ranks that passed
+    line 25 wait at line 30 in the end.
+    """
+    op = absence.edge.op
+    if not absence.finished or op.is_point_to_point or op.is_setup or op.is_store_wait:
+        return None
+    tracks = context.job.tracks_on(op.channel.key)
+    if any(
+        rank not in tracks or context.job.views[rank].wrapped
+        for rank in (*absence.waiting, *absence.ranks)
+    ):
+        return None
+    by_waiting = _lines_of(tracks[rank] for rank in absence.waiting)
+    by_absent = _lines_of(tracks[rank] for rank in absence.ranks)
+    surplus = _only_surplus(by_waiting, by_absent)
+    if surplus is None or _line_of(op) in surplus:
+        return None
+    rank, other = absence.edge.rank, absence.ranks[0]
+    extra = _first_surplus(tracks[rank], surplus)
+    met = tracks[other].ops.get(extra.sequence_number)
+    path = path_of(extra)
+    if met is not None:
+        path, _ = parting_paths_of_ranks(context.job, rank, extra, other, met)
+    alike = [other for other in tracks if _lines_of([tracks[other]]) == by_waiting]
+    return ExtraLine(extra, met, path, sorted(alike))
+
+
+_Line = tuple[str, tuple[tuple[str, int], ...]]
+_Lines = Counter[_Line]
+"""How often each op was issued from each line."""
+
+
+def _line_of(op: Collective) -> _Line:
+    return op.op, op.call_lines
+
+
+def _lines_of(tracks: Iterable[Track]) -> _Lines | None:
+    """Return how often ranks issued each op from each line; None if they differ."""
+    counts = [Counter(map(_line_of, track.ops.values())) for track in tracks]
+    return counts[0] if all(each == counts[0] for each in counts) else None
+
+
+def _only_surplus(by_waiting: _Lines | None, by_absent: _Lines | None) -> _Lines | None:
+    """Return the op and line that the waiting ranks issued more often, and how much more often;
+    None unless the ranks differ in one known line alone.
+    """
+    if by_waiting is None or by_absent is None:
+        return None
+    surplus, lack = by_waiting - by_absent, by_absent - by_waiting
+    is_only_one = len(surplus) == 1 and not lack and all(lines for _, lines in surplus)
+    return surplus if is_only_one else None
+
+
+def _first_surplus(track: Track, surplus: _Lines) -> Collective:
+    """Return the first op that a rank issued from a line after the others last did."""
+    at_line = [op for _, op in sorted(track.ops.items()) if _line_of(op) in surplus]
+    return at_line[-surplus.total()]
+
+
+# --- ... what else is known of them
+
+
+def _ranks_that_came(context: Context, absence: Absence, extra: ExtraLine | None) -> list[int]:
+    """Return the ranks that issued the collective that the missing ranks lack: the ranks that wait
+    in it, and the ranks that have completed it.
+    """
+    if extra is not None:
+        return extra.ranks
+    views, at = context.job.views, absence.edge.instance
+    members = [rank for rank in at.members if rank in views and rank not in absence.ranks]
+    done = [rank for rank in members if op_at(views[rank], at) is not None]
+    return sorted({*absence.waiting, *done})
+
+
+def _held_up_s(context: Context, absence: Absence) -> float | None:
+    """Return how long the job has been held up; None if that is as long as the longest wait."""
+    waiting = sorted(set(absence.blocked) - set(absence.ranks))
+    held_up_ns = context.held_up_ns(absence.all_edges)
+    return held_up_ns / 1e9 if held_up_ns < context.longest_wait(waiting) else None
+
+
+def _can_never_arrive(
+    context: Context,
+    absence: Absence,
+    locked_out: Sequence[int],
+    holders: Sequence[LockHolder],
+) -> bool:
+    """Return whether the ranks can never arrive, and nobody in their place: they have ended,
+    nothing releases the lock that each waits for, or the lock's holder waits for them.
+    """
+    locked = {*locked_out, *(one.rank for one in holders if one.edge is not None)}
+    return absence.is_for_ranks and all(
+        context.job.views[rank].exit.kind == "clean" or rank in locked for rank in absence.ranks
+    )
+
+
 def _lock_holders(context: Context, absence: Absence) -> list[LockHolder]:
     """Return the ranks that hold the locks that the missing ones wait for."""
-    holders = []
+    views, holders = context.job.views, []
+    by_process = {(view.log.host, view.log.pid): rank for rank, view in views.items()}
     waits = {edge.rank: edge for edge in absence.all_edges[::-1]}
     for rank in absence.ranks:
-        log = context.job.views[rank].log
+        log = views[rank].log
         pid = log.observation.waits_for_pid
-        if not pid:
-            continue
-        for holder, view in context.job.views.items():
-            if (view.log.pid, view.log.host) == (pid, log.host):
-                holders.append(LockHolder(rank, pid, holder, waits.get(holder)))
-                break
+        holder = by_process.get((log.host, pid)) if pid else None
+        if holder is not None:
+            holders.append(LockHolder(rank, pid, holder, waits.get(holder)))
     return holders
+
+
+def _strayed(context: Context, absence: Absence) -> Collective | None:
+    """Return the one collective that an absent rank issued in another group from the line where
+    the others wait; None if it did so more often, or if a waiting rank did, too.
+    """
+    op, views = absence.edge.op, context.job.views
+    if op.is_point_to_point or not op.call_lines or op.is_setup or op.is_store_wait:
+        return None
+    line = _line_of(op)
+
+    def elsewhere(rank: int) -> list[Collective]:
+        at_line = (each for each in views[rank].history if _line_of(each) == line)
+        return [each for each in at_line if each.channel.key != op.channel.key]
+
+    own = elsewhere(absence.ranks[0])
+    return own[0] if len(own) == 1 and not elsewhere(absence.edge.rank) else None
+
+
+def _waits_to_be_woken(view: RankView) -> bool:
+    """Return whether a rank's main thread waits in a condition of Python's, as queues and events
+    do.
+    """
+    stack = view.log.main_stack
+    frames = stack.frames if stack is not None else ()
+    inner = next((frame for frame in frames if frame.kind is not FrameKind.NATIVE), None)
+    return inner is not None and inner.function == "wait" and inner.file.endswith("/threading.py")
 
 
 def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
@@ -794,3 +770,15 @@ def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
     if op.is_point_to_point or op.source is None or view.wrapped:
         return False
     return not view.has_been_at(op, among_last=_RECENT)
+
+
+def _frame(
+    context: Context, absence: Absence, extra: ExtraLine | None, *, blames_waiting: bool
+) -> Frame | None:
+    """Return the line to look at: where the culprits are, or were last."""
+    if extra is not None:
+        return extra.op.source
+    frame = absence.edge.op.source if blames_waiting else absence.doing.frame
+    view = context.job.views[absence.ranks[0]]
+    last = view.last_op
+    return last.source if frame is None and absence.finished and last is not None else frame
