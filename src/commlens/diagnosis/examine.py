@@ -33,7 +33,7 @@ from commlens.diagnosis.index.nodes import nodes_of, whereabouts
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.words import told_by_logs, whole_job
 from commlens.diagnosis.words.describe import describe_all
-from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.diagnosis.words.finding import finding_of
 from commlens.diagnosis.words.hardware import add_hardware
 from commlens.diagnosis.words.straggler import words
 from commlens.diagnosis.words.told_by_logs import timeout_phrase
@@ -79,7 +79,7 @@ def straggler_verdict(
         whereabouts(by_rank, nodes_of(by_rank), inventory),
     )
     said = add_hardware(words(case), case.cause)
-    finding = locate(finding_of(case.cause, said), None, case.frame)
+    finding = finding_of(case.cause, said, None, case.frame)
     ranks = len(case.cause.culprits) + len(case.cause.victims)
     return Verdict.from_findings(
         [finding], looked_at=f"{count(ranks, 'rank')}, {count(slow.steps, 'step')}"
@@ -322,7 +322,7 @@ def _examine(
         bypasses=bypasses_of(view.log for view in job.views.values()),
     )
     latent = [
-        locate(finding_of(cause, whole_job.words_of_hazard(cause, hazard)), None, hazard.source)
+        finding_of(cause, whole_job.words_of_hazard(cause, hazard), None, hazard.source)
         for cause, hazard in find_hazards(job)
     ]
     if verdict.kind == "healthy" and latent:

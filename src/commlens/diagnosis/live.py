@@ -16,7 +16,7 @@ from commlens.diagnosis.index.job_index import JobIndex
 from commlens.diagnosis.index.log_index import index_logs
 from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.words.describe import describe
-from commlens.diagnosis.words.finding import finding_of, locate
+from commlens.diagnosis.words.finding import finding_of
 from commlens.diagnosis.words.mismatch import words_of_swapped
 from commlens.model.collective import State
 from commlens.model.ops import REDUCING
@@ -82,7 +82,7 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
 def find_swaps(job: JobIndex) -> list[Finding]:
     """Return the ranks with a swapped order."""
     return [
-        locate(finding_of(case.cause, words_of_swapped(case)), case.op, case.frame)
+        finding_of(case.cause, words_of_swapped(case), case.op, case.frame)
         for key in sorted(job.users)
         for case in find_swapped(job, key)
     ]

@@ -106,11 +106,6 @@ class Finding(msgspec.Struct, kw_only=True):
     would_raise_confidence: str | None = None
     cause: AnyCause | None = None  # what was found, as data
 
-    def __post_init__(self) -> None:
-        """A mismatch, a cycle and a death are certain, whoever is to blame."""
-        if self.root_cause and (self.kind.startswith("mismatch") or self.kind in ("cycle", "dead")):
-            self.certain = True
-
 
 class Verdict(msgspec.Struct, kw_only=True):
     """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root

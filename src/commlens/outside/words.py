@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from commlens.diagnosis.words.circumstances import with_init_meeting
-from commlens.diagnosis.words.finding import Words, finding_of, locate
+from commlens.diagnosis.words.finding import Words, finding_of
 from commlens.diagnosis.words.hardware import add_hardware
 from commlens.diagnosis.words.missing import MANY_OUTSIDE, MEMBERS_UNKNOWN, OVERDUE
 from commlens.diagnosis.words.next_steps import step_without_tensors
@@ -60,7 +60,7 @@ def describe(job: SeenJob, found: Found[Any]) -> Finding:
     words = _WORDS[found.seen](job, found)
     words = add_hardware(with_init_meeting(words, found.cause), found.cause)
     words = words._replace(evidence=[*words.evidence, *_places(job)])
-    return locate(finding_of(found.cause, words), None, found.frame)
+    return finding_of(found.cause, words, None, found.frame)
 
 
 def describe_none_waits(job: SeenJob, cause: NoneWaits) -> Finding:

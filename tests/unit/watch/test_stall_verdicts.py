@@ -24,40 +24,26 @@ from commlens.watch.stall_verdicts import (
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
 
 
-def finding(kind: Kind, *, root_cause: bool = True) -> Finding:
+def finding(kind: Kind, *, certain: bool = False) -> Finding:
     return Finding(
         kind=kind,
         why="unknown",
-        root_cause=root_cause,
+        root_cause=True,
         culprits=[],
         victims=[0, 1],
         confidence="low",
+        certain=certain,
         summary="",
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "certain"),
-    [
-        ("mismatch/shape", True),
-        ("cycle", True),
-        ("dead", True),
-        ("missing", False),
-        ("stuck-inside", False),
-    ],
-)
-def test_a_fault_that_no_rank_can_leave_ends_the_job_whoever_is_to_blame(
-    kind: Kind, certain: bool
-) -> None:
-    verdict = Verdict.from_findings([finding(kind)])
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_certain_fault_ends_the_job_whoever_is_to_blame(certain: bool) -> None:
+    verdict = Verdict.from_findings([finding("cycle", certain=certain)])
     assert verdict.certain == certain
     assert reason_to_go_on(verdict, [], set()) == (
         "" if certain else "the verdict's confidence is low"
     )
-
-
-def test_a_consequence_is_not_certain() -> None:
-    assert not finding("dead", root_cause=False).certain
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from commlens.diagnosis.words import (
     dead,
     groups_differ,
     hardware,
-    helper_processes,
     messages,
     mismatch,
     missing,
@@ -25,7 +24,7 @@ from commlens.diagnosis.words import (
     unrecorded,
     whole_job,
 )
-from commlens.diagnosis.words.finding import Words, finding_of, locate
+from commlens.diagnosis.words.finding import Words, finding_of
 from commlens.model.cause import (
     Cause,
     Cycle,
@@ -57,7 +56,7 @@ _WORDS: Mapping[type[Cause], Callable[[Context, Any], Words]] = {
     Ended: dead.words_of_ended,
     Fewer: whole_job.words_of_fewer,
     GroupsDiffer: groups_differ.words,
-    HelpersAwaited: helper_processes.words,
+    HelpersAwaited: missing.words_of_helpers,
     Mismatch: mismatch.words,
     Missing: missing.words,
     Motionless: whole_job.words_of_motionless,
@@ -89,7 +88,7 @@ def describe(context: Context, case: Case[Any]) -> Finding:
     words = circumstances.with_lost_nodes(cause, _WORDS[type(cause)](context, case))
     words = hardware.add_hardware(circumstances.with_init_meeting(words, cause), cause)
     words = phrases.with_compiler(words, cause)
-    return locate(finding_of(cause, words), case.op, case.frame)
+    return finding_of(cause, words, case.op, case.frame)
 
 
 def _add_usual_wait(context: Context, findings: list[Finding]) -> None:

@@ -27,8 +27,12 @@ class Words(NamedTuple):
     finds_kernel: bool = False
 
 
-def finding_of(cause: AnyCause, words: Words) -> Finding:
-    """Return the finding of a cause. :func:`locate` adds its group, collective and source line."""
+def finding_of(
+    cause: AnyCause, words: Words, op: Collective | None = None, frame: Frame | None = None
+) -> Finding:
+    """Return the finding of a cause, with the group and collective of ``op``, and the source of
+    ``frame``.
+    """
     return Finding(
         kind=cause.kind,
         why=cause.why,
@@ -43,17 +47,9 @@ def finding_of(cause: AnyCause, words: Words) -> Finding:
         next_step=words.next_step,
         evidence=[*words.evidence],
         would_raise_confidence=words.would_raise_confidence,
+        group=group_of(op) if op is not None else None,
+        collective=collective_of(op) if op is not None else None,
+        source=frame.where if frame is not None else None,
+        source_file=f"{frame.file}:{frame.line}" if frame is not None else None,
+        function=frame.function if frame is not None else None,
     )
-
-
-def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
-    """Fill in a finding's group and collective from ``op``, and its source from ``frame``."""
-    if op is not None:
-        finding.group, finding.collective = group_of(op), collective_of(op)
-    if frame is not None:
-        finding.source, finding.source_file, finding.function = (
-            frame.where,
-            f"{frame.file}:{frame.line}",
-            frame.function,
-        )
-    return finding

@@ -397,6 +397,7 @@ def _finding_without_records(discrepancy: Discrepancy) -> Finding:
         culprits=culprits,
         victims=[rank for rank in ranks if rank not in culprits],
         confidence="medium",
+        certain=True,
         summary=f"ranks disagree in {where} of {group_phrase(group)}: {answer.detail}",
         explanation="The records have been overwritten since: only their signatures are known.",
         would_raise_confidence="Only signatures are left of the records, without lines.",

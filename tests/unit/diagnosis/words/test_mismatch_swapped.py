@@ -20,4 +20,5 @@ def test_two_collectives_in_the_other_order() -> None:
             yield Step()
 
     findings = find_out_of_step(Job(4).run(program).logs(), at_least=3)
+    assert not any(each.certain for each in findings), "it may be on purpose"
     hold("swapped/two-lines", Verdict.from_findings(findings))
