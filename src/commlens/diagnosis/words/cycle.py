@@ -23,14 +23,6 @@ from commlens.diagnosis.words.next_steps import (
     tie_step,
     unmet_step,
 )
-from commlens.diagnosis.words.phrases import (
-    UNDECIDED,
-    describe_sides,
-    kind_phrase,
-    kinds_phrase,
-    prose,
-    separation,
-)
 from commlens.model.cause import AwaitedResult, Cycle, Rounds
 from commlens.model.collective import Collective
 from commlens.text import (
@@ -72,7 +64,7 @@ def words(context: Context, case: CycleCase) -> Words:
 def _ring(context: Context, case: CycleCase, steps: Sequence[str]) -> str:
     ranks = case.cause.ranks
     waited = context.longest_wait(ranks)
-    return prose(
+    return phrases.prose(
         f"{capital('; '.join(steps))}.",
         f"The longest wait is {duration(waited)}." if waited else "",
         phrases.blocked_behind(ranks, case.blocked),
@@ -220,7 +212,7 @@ def _moved_on(case: CycleCase) -> str:
     if len(before) < len(usual) or len({op.op for op in before}) > 1:
         return f"{subject} moved on to {name}"
     alike = len({(op.channel.key, op.peer) for op in before}) == 1
-    there = _without_number(before[0]) if alike else kinds_phrase(before)
+    there = _without_number(before[0]) if alike else phrases.kinds_phrase(before)
     if same and there == _without_number(op):  # then only the lines differ
         there, name = f"the one{at(before[0])}", name + at(op)
     if cause.blamed_by == "routine":
@@ -230,14 +222,16 @@ def _moved_on(case: CycleCase) -> str:
 
 def _kinds(ops: Sequence[Collective]) -> str:
     if len({op.op for op in ops}) == 1:
-        return kinds_phrase(ops)
-    return joined(sorted(set(map(kind_phrase, ops)))[:3])
+        return phrases.kinds_phrase(ops)
+    return joined(sorted(set(map(phrases.kind_phrase, ops)))[:3])
 
 
 def _without_number(op: Collective) -> str:
     """``"all_reduce of group dp [0-3]"``, ``"recv from rank 1"``."""
     return (
-        kind_phrase(op) if op.is_point_to_point else f"{op.op} of {group_phrase(op.channel.group)}"
+        phrases.kind_phrase(op)
+        if op.is_point_to_point
+        else f"{op.op} of {group_phrase(op.channel.group)}"
     )
 
 
@@ -265,8 +259,10 @@ def _words_of_tie(context: Context, case: CycleCase) -> Words:
         next_step = receives_step(cause.ranks, firsts) if are_alike else tie_step(firsts)
     return Words(
         summary=summary,
-        explanation=prose(
-            describe_sides(sides, case.ops), separation(context, sides), _ring(context, case, steps)
+        explanation=phrases.prose(
+            phrases.describe_sides(sides, case.ops),
+            phrases.separation(context, sides),
+            _ring(context, case, steps),
         ),
         next_step=next_step,
         evidence=[
@@ -276,7 +272,7 @@ def _words_of_tie(context: Context, case: CycleCase) -> Words:
                 f" {frame_phrase(each.source)}."
                 for rank, each in locks
             ),
-            *([] if locks else [UNDECIDED]),
+            *([] if locks else [phrases.UNDECIDED]),
             *(f"{step}." for step in steps),
         ],
         would_raise_confidence=_BY_CHANCE if locks else _MORE_STEPS,

@@ -16,7 +16,6 @@ from commlens.diagnosis.words.next_steps import (
     outside_cause,
     outside_step,
 )
-from commlens.diagnosis.words.phrases import exit_words, prose
 from commlens.matching.errors import is_kernel_error
 from commlens.model.cause import Dead, DeathDoubt, Ended
 from commlens.model.sender import Sender
@@ -60,15 +59,12 @@ def words(context: Context, case: Case[Dead]) -> Words:
     ranks, peers = cause.ranks, cause.ended_by_it
     view = views[ranks[0]]
     waiting = sorted({edge.rank for edge in case.edges})
-    exits = [views[rank].exit for rank in peers]
-    others = [
-        rank for rank, end in zip(peers, exits, strict=True) if not (end.refused or end.gave_up)
-    ]
+    others = [rank for rank in peers if not (views[rank].exit.refused or views[rank].exit.gave_up)]
     waits = _waits(context, case)
     undecided = cause.doubt in UNDECIDED
     return Words(
         summary=f"{_summary(context, case)}; {waits}" if waits else _summary(context, case),
-        explanation=prose(
+        explanation=phrases.prose(
             f"{phrases.name(context, ranks[0])}:"
             f" {phrases.last(context, ranks[0])}{_last_seen(context, case)}.",
             phrases.how_long_they_wait(context, case.edges) if case.edges else "",
@@ -83,7 +79,7 @@ def words(context: Context, case: Case[Dead]) -> Words:
         evidence=[
             *_assertion(view),
             *_warnings(view),
-            *(f"{rank_phrase(rank)} {exit_words(views[rank].exit)}." for rank in others),
+            *(f"{rank_phrase(rank)} {phrases.exit_words(views[rank].exit)}." for rank in others),
             *phrases.aborted(context, peers),
         ][:_SHOWN],
         would_raise_confidence=_WOULD_RAISE[cause.doubt] if cause.doubt is not None else None,
@@ -95,7 +91,7 @@ def words(context: Context, case: Case[Dead]) -> Words:
 def _summary(context: Context, case: Case[Dead]) -> str:
     views, ranks, doubt = context.job.views, case.cause.ranks, case.cause.doubt
     end = views[ranks[0]].exit
-    summary = f"{ranks_phrase(ranks)} {exit_words(end, ranks)}"
+    summary = f"{ranks_phrase(ranks)} {phrases.exit_words(end, ranks)}"
     if len({views[rank].exit.error for rank in ranks}) > 1:
         summary += f" (on {rank_phrase(ranks[0])}; the same on the others, but for numbers)"
     if end.source is not None:
@@ -165,7 +161,7 @@ def _after_a_peer(context: Context, cause: Ended) -> Words:
         ),
         explanation=(
             f"{phrases.name(context, first)}{' was the first to end: it' if end.at_ns else ''}"
-            f" {exit_words(end)}; {phrases.last(context, first)}."
+            f" {phrases.exit_words(end)}; {phrases.last(context, first)}."
         ),
         next_step=(
             next(filter(None, (known_step(log.told_error, log.host) for log in logs)), "")
@@ -189,10 +185,10 @@ def _kept_address(context: Context, cause: Ended) -> Words:
             f" {earlier}"
         ),
         explanation=(
-            f"{phrases.name(context, first)} {exit_words(end)}. A rank listens before it writes its"
-            " address into the store, and no rank of this start had ended before: the process that"
-            " listened there is one of before. No rank of this start is to blame, even if it came"
-            " late."
+            f"{phrases.name(context, first)} {phrases.exit_words(end)}. A rank listens before it"
+            " writes its address into the store, and no rank of this start had ended before: the"
+            " process that listened there is one of before. No rank of this start is to blame, even"
+            " if it came late."
         ),
         next_step=(
             "let the workers of each start meet in a store of their own"
@@ -228,8 +224,8 @@ def _from_outside(context: Context, cause: Ended) -> Words:
             "the job was ended from outside:"
             f" {phrases.ended_like_the_first(context, cause.victims)}"
         ),
-        explanation=prose(
-            f"{phrases.name(context, first)} {exit_words(context.job.views[first].exit)};"
+        explanation=phrases.prose(
+            f"{phrases.name(context, first)} {phrases.exit_words(context.job.views[first].exit)};"
             f" {phrases.last(context, first)}.",
             outside_cause(signal),
         ),

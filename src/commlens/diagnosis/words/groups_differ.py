@@ -11,7 +11,6 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.groups_differ import went_on_to
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import UNDECIDED, prose, ranks_by_text, separation
 from commlens.model.cause import Claims, GroupsDiffer, StartedTwice
 from commlens.model.collective import Collective
 from commlens.model.store_identity import parse_address
@@ -60,7 +59,7 @@ def _words_of_names(context: Context, case: Case[GroupsDiffer]) -> Words:
     ]
     return Words(
         summary=f"the members of one group of {asked} do not meet: {joined(under)}",
-        explanation=prose(
+        explanation=phrases.prose(
             f"They wait in new_group at {where}.",
             "With use_local_synchronization, torch makes a group's name of its ranks and of the"
             " number of groups that the process is in.",
@@ -101,7 +100,7 @@ def _words_of_hand_made(context: Context, case: Case[GroupsDiffer]) -> Words:
             f"compare the {what} that {ranks_and_verb(odd, 'passes', 'pass')} at {here} with what"
             f" {ranks_and_verb(most, 'passes', 'pass')} at {there}"
         ),
-        evidence=[*_waits(context, cause.waiting), *[UNDECIDED] * (not cause.culprits)],
+        evidence=[*_waits(context, cause.waiting), *[phrases.UNDECIDED] * (not cause.culprits)],
         would_raise_confidence="The program tells whether these ranks make one group.",
     )
 
@@ -156,7 +155,7 @@ def _words_of_skipped_call(context: Context, case: Case[GroupsDiffer]) -> Words:
             f" {frame_phrase(later.source) or 'an unknown line'}."
         ),
         next_step=f"find the branch that leads {ranks_phrase(others)} past {where}",
-        evidence=[_RULE] if decided else [_RULE, UNDECIDED],
+        evidence=[_RULE] if decided else [_RULE, phrases.UNDECIDED],
         would_raise_confidence=(
             None
             if decided
@@ -172,10 +171,10 @@ def _words_of_requests(context: Context, case: Case[GroupsDiffer]) -> Words:
     here, there = (frame_phrase(op.source) or _call(usual) for op in (odd, usual))
     return Words(
         summary=_tie_summary(case) if is_tie else _odd_summary(case),
-        explanation=prose(
+        explanation=phrases.prose(
             *_requests(case),
             _how_it_differs(case),
-            separation(context, sides) if is_tie else "",
+            phrases.separation(context, sides) if is_tie else "",
         ),
         next_step=(
             f"compare the arguments of {ranks_phrase(sides[1])} and {ranks_phrase(sides[0])} at"
@@ -225,7 +224,7 @@ def _requests(case: Case[GroupsDiffer]) -> list[str]:
     """``"Ranks 0-2 ask for ranks [0, 1] at train.py:20 main."``, for each side and line."""
     lines = []
     for side in case.cause.sides[:_SHOWN]:
-        for ranks, where in ranks_by_text(
+        for ranks, where in phrases.ranks_by_text(
             side, lambda rank: frame_phrase(case.ops[rank].source) or "an unknown line"
         )[:2]:
             op = case.ops[ranks[0]]

@@ -9,7 +9,6 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.messages import TakenCase
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import prose
 from commlens.model.cause import NoSuchPeer
 from commlens.text import capital, count, frame_phrase, group_phrase, rank_phrase, ranks_phrase
 
@@ -92,7 +91,7 @@ def words_of_taken(context: Context, case: TakenCase) -> Words:
     )
     return Words(
         summary=summary,
-        explanation=prose(told, race, phrases.blocked_behind([rank], case.blocked)),
+        explanation=phrases.prose(told, race, phrases.blocked_behind([rank], case.blocked)),
         next_step=(
             f"name the sender at {there}, use another tag for the messages that are received from"
             f" any source, or take the sender at {here} from the result of recv"
@@ -115,7 +114,7 @@ def words_of_no_such_peer(context: Context, case: Case[NoSuchPeer]) -> Words:
             f"{ranks_phrase(ranks)} {does if len(ranks) == 1 else f'each {does}'}"
             f" {rank_phrase(op.peer)} at {where}, which is not in {group}"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             f"{capital(op.op)} #{op.sequence_number} cannot complete.",
             phrases.blocked_behind(ranks, case.blocked),
         ),

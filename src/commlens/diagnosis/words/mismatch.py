@@ -16,16 +16,8 @@ from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
 from commlens.diagnosis.words.messages import messages_part, why_astray
 from commlens.diagnosis.words.next_steps import mismatch_step, raised_step, tie_step
-from commlens.diagnosis.words.phrases import (
-    UNDECIDED,
-    describe_sides,
-    prose,
-    ranks_by_text,
-    separation,
-)
 from commlens.matching.answer import Disagree
-from commlens.model.cause import MAIN_THREAD
-from commlens.model.cause import Mismatch as MismatchCause
+from commlens.model.cause import MAIN_THREAD, Mismatch
 from commlens.model.collective import Collective, FrameKind
 from commlens.text import (
     args_phrase,
@@ -67,23 +59,24 @@ _DOUBTS = {
 }
 
 
-def words(context: Context, case: Case[MismatchCause]) -> Words:
+def words(context: Context, case: Case[Mismatch]) -> Words:
     """Return what a finding says about ranks that disagree or are out of step, or whose threads use
     a group in any order.
     """
     if not isinstance(case, MismatchCase):
         return _race(context, case)
-    evidence = _evidence(case)
+    evidence, ended = _evidence(case), case.cause.ended_by_it
+    died = capital(phrases.ended_like_the_first(context, ended)) if ended else ""
     for other in case.alike:
         if len(evidence) < _EVIDENCE_MAX:
             evidence.append(f"The same: {_summary(other)}.")
     return Words(
         summary=_summary(case),
-        explanation=prose(
+        explanation=phrases.prose(
             *_what_they_did(context, case),
             _raised(case),
             _consequence(case),
-            _aborted(context, case),
+            f"{died} because of it." if ended else "",
         ),
         next_step=_next_step(case),
         evidence=evidence,
@@ -91,7 +84,7 @@ def words(context: Context, case: Case[MismatchCause]) -> Words:
     )
 
 
-def _race(context: Context, case: Case[MismatchCause]) -> Words:
+def _race(context: Context, case: Case[Mismatch]) -> Words:
     """Return what a finding says about two threads on each rank whose collectives come in any
     order.
     """
@@ -119,7 +112,7 @@ def _race(context: Context, case: Case[MismatchCause]) -> Words:
             f"two threads use {group} without an order between them{every}: {second} and {main}"
             " come in any order"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             f"The ranks disagree in #{mismatch.number}{detail}.",
             (
                 f"{capital(ranks_phrase(race.ranks))} had collectives of both threads in flight at"
@@ -206,7 +199,10 @@ def _sides_of_tie(case: MismatchCase) -> list[list[int]]:
 def _what_they_did(context: Context, case: MismatchCase) -> list[str]:
     if case.mismatch.tie:
         sides = _sides_of_tie(case)
-        return [describe_sides(sides, case.mismatch.ops), separation(context, sides)]
+        return [
+            phrases.describe_sides(sides, case.mismatch.ops),
+            phrases.separation(context, sides),
+        ]
     return _out_of_step(case) if case.mismatch.answer is None else _sides(context, case)
 
 
@@ -224,20 +220,13 @@ def _consequence(case: MismatchCase) -> str:
     if case.cause.silent:
         return "Nothing hung, but the result is wrong."
     held, on = case.cause.held_up, case.cause.gone_on
-    return prose(
+    return phrases.prose(
         f"{capital(ranks_and_verb(held, 'is', 'are'))} held up by it." if held else "",
         f"{capital(ranks_and_verb(on, 'has', 'have'))} completed that number and gone on; no line"
         " tells with which arguments."
         if on
         else "",
     )
-
-
-def _aborted(context: Context, case: MismatchCase) -> str:
-    ranks = case.cause.ended_by_it
-    if not ranks:
-        return ""
-    return f"{capital(phrases.ended_like_the_first(context, ranks))} because of it."
 
 
 def _what_would_show(case: MismatchCase) -> str | None:
@@ -271,7 +260,8 @@ def _sides(context: Context, case: MismatchCase) -> list[str]:
         return _issued(op, paths[1].phrase if op.source == usual else frame_phrase(op.source))
 
     others = "; ".join(
-        f"{ranks_phrase(ranks)} {text}" for ranks, text in ranks_by_text(mismatch.others, said)[:3]
+        f"{ranks_phrase(ranks)} {text}"
+        for ranks, text in phrases.ranks_by_text(mismatch.others, said)[:3]
     )
     return [f"{odd}." if odd else "", f"{capital(others)}." if others else ""]
 
@@ -304,7 +294,7 @@ def _evidence(case: MismatchCase) -> list[str]:
     evidence += phrases.steps_at(case.cause.rounds)
     evidence += _steps_ahead(case) + _run_again(mismatch.ops)
     if mismatch.tie and not has_one_side(mismatch):
-        evidence.append(UNDECIDED)
+        evidence.append(phrases.UNDECIDED)
     elif mismatch.blamed_by == "routine" and mismatch.astray is None:
         evidence.append(
             "No side has a majority, but"
@@ -384,7 +374,9 @@ def _out_of_step_summary(case: MismatchCase) -> str:
 
 def _op_summary(case: MismatchCase) -> str:
     mismatch, ops = case.mismatch, case.mismatch.ops
-    odd = ranks_by_text([rank for rank in case.suspects if rank in ops], lambda rank: ops[rank].op)
+    odd = phrases.ranks_by_text(
+        [rank for rank in case.suspects if rank in ops], lambda rank: ops[rank].op
+    )
     issued = joined([f"{ranks_phrase(ranks)} issued {op}" for ranks, op in odd[:3]])
     theirs = joined(sorted({ops[rank].op for rank in mismatch.others}), "or")
     where = f"#{mismatch.number} of {group_phrase(mismatch.channel.group)}"

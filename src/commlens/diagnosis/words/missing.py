@@ -5,10 +5,12 @@ work: "rank 2 never reached all_reduce #7 of the default group [0-3]; ranks 0-1,
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from commlens.diagnosis.align.call_paths import parting_paths
 from commlens.diagnosis.align.routine import Loop
 from commlens.diagnosis.causes.context import Context
+from commlens.diagnosis.causes.helper_processes import HelpersCase
 from commlens.diagnosis.causes.missing import Absence, ExtraLine, MissingCase, WorkingCase
 from commlens.diagnosis.index.activity import longest_gap_ns
 from commlens.diagnosis.index.job_index import RankView
@@ -21,16 +23,7 @@ from commlens.diagnosis.words.next_steps import (
     missing_step,
     recomputed_step,
 )
-from commlens.diagnosis.words.phrases import (
-    UNDECIDED,
-    activity_words,
-    completion_unknown,
-    first_line,
-    kind_phrase,
-    prose,
-    sign_words,
-)
-from commlens.model.cause import Doubt, Missing, Working
+from commlens.model.cause import Doubt, HelperCall, Missing, Working
 from commlens.model.collective import Collective, Frame, State, user_frame, user_lines
 from commlens.model.grouping import grouped
 from commlens.text import (
@@ -69,7 +62,7 @@ def about_signs(absence: Absence) -> list[str]:
     sentence: ``"ranks 2-3, each: ..."``.
     """
     same = grouped(
-        (joined(sign_words(doing.signs)), rank)
+        (joined(phrases.sign_words(doing.signs)), rank)
         for rank, doing in zip(absence.ranks, absence.activities, strict=True)
         if doing.signs
     )
@@ -81,6 +74,7 @@ def about_signs(absence: Absence) -> list[str]:
 MEMBERS_UNKNOWN = "Which ranks are in the group of that call cannot be seen from outside."
 MANY_OUTSIDE = "More ranks stand outside of calls than wait, or at several places."
 OVERDUE = "Whether a request, or what else it waits for, is overdue does not show from outside."
+_S = 1_000_000_000  # ns
 _MIN_GAP_NS = 1_000_000
 _SPAWNED = Frame("<string>", 1, "<module>")
 """The line with which multiprocessing starts a process."""
@@ -169,8 +163,8 @@ def _extra_line_summary(absence: Absence, extra: ExtraLine) -> str:
 def _explanation(context: Context, case: MissingCase) -> str:
     first, *others = case.absence.ranks
     like = f"Like {ranks_phrase(others)}, " if others and not case.cause.blames_waiting else ""
-    return prose(
-        f"{like}{phrases.name(context, first)} {activity_words(case.absence.doing)};"
+    return phrases.prose(
+        f"{like}{phrases.name(context, first)} {phrases.activity_words(case.absence.doing)};"
         f" {phrases.last(context, first)}.",
         *about_waits(context, case.absence),
     )
@@ -269,7 +263,7 @@ def _evidence(context: Context, case: MissingCase) -> list[str]:
         evidence += _steps_evidence(context, absence)
         evidence += phrases.rounds_told(cause.rounds)
         evidence += [_loop_evidence(cause, case.loop)] if case.loop is not None else []
-        evidence += [UNDECIDED] if cause.blamed_by == "undecided" else []
+        evidence += [phrases.UNDECIDED] if cause.blamed_by == "undecided" else []
         evidence += _leaving_evidence(cause)
     elif context.job.has_stack(absence.ranks[0]):
         evidence += _stack_evidence(view, absence)
@@ -294,7 +288,7 @@ def _loop_evidence(cause: Missing, loop: Loop) -> str:
     """``"Rank 1 repeats recv from rank 0, send to rank 0: 2 times, and then recv from rank 0
     alone."``.
     """
-    names = [kind_phrase(op) for op in loop.round]
+    names = [phrases.kind_phrase(op) for op in loop.round]
     rank = cause.culprits[0]
     return (
         f"{capital(rank_phrase(rank))} repeats {joined(names)}:"
@@ -380,11 +374,10 @@ def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
 
 
 def _failure_evidence(view: RankView) -> list[str]:
-    failed = next((op for op in view.log.collectives[-1:] if op.state is State.FAILED), None)
-    if failed is None or not failed.error:
-        return []
     return [
-        f"{rank_phrase(view.rank)}: {op_phrase(failed)} failed with {first_line(failed.error)}."
+        f"{rank_phrase(view.rank)}: {op_phrase(op)} failed with {phrases.first_line(op.error)}."
+        for op in view.log.collectives[-1:]
+        if op.state is State.FAILED and op.error
     ]
 
 
@@ -432,7 +425,7 @@ def _doubt(doubt: Doubt, cause: Missing, absence: Absence) -> str:
         case "completion-unknown":
             return (
                 f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks:"
-                f" {completion_unknown(absence.edge.op.channel)}"
+                f" {phrases.completion_unknown(absence.edge.op.channel)}"
             )
         case "may-wait-in-message":
             return (
@@ -496,17 +489,20 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
     reason = "".join(waits) if len(ranks) == 1 and waits else "the reason is unknown"
     why = f": {reason}" if cause.activity.unclear and not serves else ""
     work = "waiting in an event loop" if serves else _work(context, cause)
+    counts = capital(ranks_and_verb(ranks, "counts", "count"))
+    limit_ns, sleep_ns = round((cause.patience_s or 0) * _S), round((cause.wakes_in_s or 0) * _S)
+    they_wake = verb(ranks, "It wakes", "They wake")
     return Words(
         summary=(
             f"{they_wait} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')}"
             f" {work}{so_far}{why}"
         ),
-        explanation=prose(
-            f"{phrases.name(context, ranks[0])} {activity_words(absence.doing)};"
+        explanation=phrases.prose(
+            f"{phrases.name(context, ranks[0])} {phrases.activity_words(absence.doing)};"
             f" {phrases.last(context, ranks[0])}.",
             *about_waits(context, absence),
-            _limit(cause),
-            _wakes(cause),
+            f"{counts} as stuck if that lasts {duration(limit_ns)}." if limit_ns else "",
+            f"{they_wake} in {duration(sleep_ns)}." if sleep_ns >= _S else "",
         ),
         next_step=(
             f"wait; if {subject} should not take this long, look at {frame_phrase(frame)}"
@@ -516,13 +512,6 @@ def words_of_working(context: Context, case: WorkingCase) -> Words:
         evidence=about_signs(absence),
         would_raise_confidence=_doubt_of_work(cause, serves=serves),
     )
-
-
-def _wakes(cause: Working) -> str:
-    if (cause.wakes_in_s or 0.0) < 1:
-        return ""
-    they = verb(cause.ranks, "It wakes", "They wake")
-    return f"{they} in {duration(round((cause.wakes_in_s or 0.0) * 1e9))}."
 
 
 def _work(context: Context, cause: Working) -> str:
@@ -537,15 +526,6 @@ def _work(context: Context, cause: Working) -> str:
     return _WORK.get(cause.why, "working")
 
 
-def _limit(cause: Working) -> str:
-    if not cause.patience_s:
-        return ""
-    return (
-        f"{capital(ranks_and_verb(cause.ranks, 'counts', 'count'))} as stuck if that lasts"
-        f" {duration(round(cause.patience_s * 1e9))}."
-    )
-
-
 def _doubt_of_work(cause: Working, *, serves: bool) -> str | None:
     if serves:
         return OVERDUE
@@ -554,3 +534,72 @@ def _doubt_of_work(cause: Working, *, serves: bool) -> str | None:
     if cause.activity.observed:
         return None
     return "It was not watched for long enough to see that it moves."
+
+
+# --- ranks that wait for processes that they started
+
+_HELPERS_SHOWN = 4
+
+
+def words_of_helpers(context: Context, case: HelpersCase) -> Words:
+    """Return what a finding says about ranks that wait for processes that they started."""
+    cause, absence = case.cause, case.absence
+    ops = joined(sorted({call.op for call in cause.inside}))
+    theirs = verb(
+        cause.ranks,
+        f"a process that it started, which is in {ops}",
+        f"processes that they started, which are in {ops}",
+    )
+    waiting = f"{ranks_and_verb(absence.waiting, 'waits', 'wait')} for {ranks_phrase(cause.ranks)}"
+    without = (
+        f" without {verb(cause.culprits, 'that', 'those')} of {ranks_phrase(cause.culprits)}"
+        if cause.culprits
+        else ""
+    )
+    first, *others = absence.ranks
+    like = f"Like {ranks_phrase(others)}, " if others else ""
+    return Words(
+        summary=(
+            f"{ranks_and_verb(cause.ranks, 'waits', 'wait')} for {theirs}{without};"
+            f" {waiting} in {op_phrase(absence.edge.op)}"
+        ),
+        explanation=phrases.prose(
+            f"{like}{phrases.name(context, first)} {phrases.activity_words(absence.doing)}.",
+            *about_waits(context, absence),
+        ),
+        next_step=_step_of_helpers(case),
+        evidence=places(cause.inside) + places(cause.outside),
+        would_raise_confidence=(
+            f"That {ranks_and_verb(cause.ranks, 'waits', 'wait')} for"
+            f" {verb(cause.ranks, 'this process', 'these processes')} is inferred: the calls of"
+            " processes that ranks start are not recorded, only their stacks were read."
+        ),
+    )
+
+
+def _step_of_helpers(case: HelpersCase) -> str:
+    cause, absence = case.cause, case.absence
+    if cause.culprits:
+        there = absence.doing.frame
+        return (
+            f"find out why {ranks_phrase(cause.culprits)} did not ask"
+            f" {verb(cause.culprits, 'its process', 'their processes')} for what"
+            f" {ranks_phrase(cause.ranks)} asked theirs"
+            f"{f', before they came to {there.where}' if there is not None else ''}"
+        )
+    first = cause.inside[0]
+    return f"look at process {first.pid} of {rank_phrase(first.rank)}, and at those that it meets"
+
+
+def _place(call: HelperCall) -> str:
+    if call.op:
+        return f"is in {call.op} at {call.source}"
+    return "waits for a request" if call.is_idle else f"is in no collective, but at {call.source}"
+
+
+def places(calls: Sequence[HelperCall]) -> list[str]:
+    """Return a sentence for each of these processes: where it stands."""
+    return [
+        f"Process {call.pid}, which {rank_phrase(call.rank)} started, {_place(call)}."
+        for call in calls[:_HELPERS_SHOWN]
+    ]

@@ -464,34 +464,36 @@ def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
 # --- processes that ended
 
 
-def outside_cause(signal: str) -> str:
-    """Tell the usual reason for a signal that ended a whole job; empty if it has no usual one."""
-    causes = {
+_OUTSIDE: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
         "SIGHUP": (
             "The system sends SIGHUP to the programs of a terminal or an ssh session that goes"
-            " away."
+            " away.",
+            "start the job so that it outlives its terminal: with nohup or setsid, in tmux, or by a"
+            " scheduler",
         ),
-        "SIGINT": "Ctrl-C in the job's terminal sends SIGINT.",
+        "SIGINT": (
+            "Ctrl-C in the job's terminal sends SIGINT.",
+            "find out who interrupted the job: Ctrl-C in its terminal, or a program that sent"
+            " SIGINT",
+        ),
     }
-    return causes.get(signal, "")
+)
+"""The usual reason for a signal that ended a whole job, and the next step."""
+_OTHER_SIGNAL: Final = (
+    "",
+    "look at the scheduler's log (preemption, time limit), or for the sender of the signal",
+)
+
+
+def outside_cause(signal: str) -> str:
+    """Tell the usual reason for a signal that ended a whole job; empty if it has no usual one."""
+    return _OUTSIDE.get(signal, _OTHER_SIGNAL)[0]
 
 
 def outside_step(signal: str) -> str:
     """Recommend a step for a job that a signal ended."""
-    steps = {
-        "SIGHUP": (
-            "start the job so that it outlives its terminal: with nohup or setsid, in tmux, or by a"
-            " scheduler"
-        ),
-        "SIGINT": (
-            "find out who interrupted the job: Ctrl-C in its terminal, or a program that sent"
-            " SIGINT"
-        ),
-    }
-    return steps.get(
-        signal,
-        "look at the scheduler's log (preemption, time limit), or for the sender of the signal",
-    )
+    return _OUTSIDE.get(signal, _OTHER_SIGNAL)[1]
 
 
 def _exception_step(view: RankView, line: str) -> str:

@@ -8,7 +8,7 @@ result; ``capital`` and the full stop are the caller's where it has none.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from commlens.diagnosis.align.call_paths import Path, parting_paths
 from commlens.diagnosis.causes.context import Context
@@ -57,7 +57,10 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
     gone = verb(ranks, "is gone; how it", "are gone; how they")
     exited = f"{was} killed by {end.signal}" if end.signal else f"exited with status {end.status}"
     while_exiting = f" while {verb(ranks, 'it was', 'they were')} exiting" * end.was_exiting
-    after, left = _after_error(end), _after_last_group(end, ranks)
+    error = "a DistributedOperationException" if end.refused else end.error
+    after = f" after {error}" if error else ""
+    left = f" after {verb(ranks, 'it had', 'they had')} destroyed {its} last process group"
+    left *= end.was_exiting
     words: dict[str, str] = {
         "runs": verb(ranks, "runs", "run"),
         "shuts-down": f"{verb(ranks, 'is', 'are')} shutting down",
@@ -79,20 +82,6 @@ def exit_words(end: ProcessExit, ranks: Sequence[int] = _ONE) -> str:
         "exited": f"{exited}{after}{left}",
     }
     return words[end.how]
-
-
-def _after_error(end: ProcessExit) -> str:
-    """``" after ValueError: ..."``; empty without an error."""
-    error = "a DistributedOperationException" if end.refused else end.error
-    return f" after {error}" if error else ""
-
-
-def _after_last_group(end: ProcessExit, ranks: Sequence[int]) -> str:
-    """``" after it had destroyed its last process group"``; empty if it had not."""
-    if not end.was_exiting:
-        return ""
-    had, its = verb(ranks, "it had", "they had"), verb(ranks, "its", "their")
-    return f" after {had} destroyed {its} last process group"
 
 
 def activity_words(doing: Activity, ranks: Sequence[int] = _ONE) -> str:
@@ -269,10 +258,9 @@ def how_long_they_wait(context: Context, edges: Sequence[Edge]) -> str:
             f" for {duration(waited)}" if waited >= max(context.job.stalled_after_ns, 1) else ""
         )
         about = (f" at {line}" if line else "") + (f", {args}" if args != shared else "")
-        waits = f"{verb(ranks, 'has', 'have')} been waiting"
-        if context.job.foreseen:
-            waits = verb(ranks, "waits", "wait")
-        did = "waited" if failed else waits
+        did = "waited" if failed else f"{verb(ranks, 'has', 'have')} been waiting"
+        if context.job.foreseen and not failed:
+            did = verb(ranks, "waits", "wait")
         parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
     return prose(
         capital("; ".join(parts)) + (f", {shared}." if shared else "."),
@@ -576,36 +564,44 @@ def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
     """
     if len(sides) < 2:
         return ""
+    views = context.job.views
     side_of = {rank: number for number, ranks in enumerate(sides) for rank in ranks}
-    if told := _follow_hosts(context, sides, side_of):
-        return told
     ranks = sorted(side_of)
+    hosts = {rank: views[rank].log.host for rank in ranks if rank in views}
+    if all(hosts.values()) and _separate(side_of, hosts):
+        names = [f"{ranks_and_verb(of, 'is', 'are')} on {_hosts_of(hosts, of)}" for of in sides]
+        return f"The sides follow the hosts: {joined(names)}."
     if len(ranks) < 4 or len(sides) > 2:
         return ""
-    if told := _follow_groups(context, side_of):
-        return told
     lower = ranks[: len(sides[side_of[ranks[0]]])]
-    if len({side_of[rank] for rank in lower}) == 1:
-        return "One side has the lower ranks, the other the higher ones."
-    if _follows(side_of, {rank: rank % 2 for rank in ranks}):
-        return "One side has the even ranks, the other the odd ones."
-    return ""
+    ways: list[tuple[str, Mapping[int, object]]] = [
+        *_ways_of_groups(context, side_of),
+        (
+            "One side has the lower ranks, the other the higher ones.",
+            {rank: rank in lower for rank in ranks},
+        ),
+        (
+            "One side has the even ranks, the other the odd ones.",
+            {rank: rank % 2 for rank in ranks},
+        ),
+    ]
+    return next((said for said, values in ways if _separate(side_of, values)), "")
 
 
-def _follow_hosts(
-    context: Context, sides: Sequence[Sequence[int]], side_of: Mapping[int, int]
-) -> str:
-    views = context.job.views
-    hosts = {rank: views[rank].log.host for rank in sorted(side_of) if rank in views}
-    different = len(set(hosts.values())) > 1 and all(hosts.values())
-    if not different or not _follows(side_of, hosts):
-        return ""
-    names = [f"{ranks_and_verb(side, 'is', 'are')} on {_hosts_of(hosts, side)}" for side in sides]
-    return f"The sides follow the hosts: {joined(names)}."
+def _separate(side_of: Mapping[int, int], values: Mapping[int, object]) -> bool:
+    """Return whether values tell sides apart: ranks with the same value are on the same side, and
+    there are several values.
+    """
+    pairs = {(values[rank], side) for rank, side in side_of.items() if rank in values}
+    return 1 < len({value for value, _ in pairs}) == len(pairs)
 
 
-def _follow_groups(context: Context, side_of: Mapping[int, int]) -> str:
-    """Say by which groups, or by which places in them, the sides differ; empty if by none."""
+def _ways_of_groups(
+    context: Context, ranks: Collection[int]
+) -> Iterator[tuple[str, Mapping[int, object]]]:
+    """Yield what is said if the sides of ``ranks`` follow groups, or the places in groups, that all
+    of these ranks are in; and the group or place of each rank.
+    """
     places: dict[str, dict[int, int]] = defaultdict(dict)  # by label of the groups
     groups: dict[str, dict[int, int]] = defaultdict(dict)
     for number, channel in enumerate(context.job.channels.values()):
@@ -614,20 +610,9 @@ def _follow_groups(context: Context, side_of: Mapping[int, int]) -> str:
                 places[channel.group.label][rank] = place
                 groups[channel.group.label][rank] = number
     for label in sorted(places):
-        for what, by_rank in (("ranks' places in the ", places[label]), ("", groups[label])):
-            of_sides = {rank: by_rank[rank] for rank in side_of if rank in by_rank}
-            varies = len(of_sides) == len(side_of) and len(set(of_sides.values())) > 1
-            if varies and _follows(side_of, of_sides):
-                return f"The sides follow the {what}groups {label}."
-    return ""
-
-
-def _follows(side_of: Mapping[int, int], values: Mapping[int, Hashable]) -> bool:
-    """Return whether all ranks with the same value are on the same side."""
-    side: dict[Hashable, int] = {}
-    return all(
-        side.setdefault(value, side_of[rank]) == side_of[rank] for rank, value in values.items()
-    )
+        if places[label].keys() >= set(ranks):
+            yield f"The sides follow the ranks' places in the groups {label}.", places[label]
+            yield f"The sides follow the groups {label}.", groups[label]
 
 
 def _hosts_of(hosts: Mapping[int, str], side: Iterable[int]) -> str:

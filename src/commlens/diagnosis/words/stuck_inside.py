@@ -16,13 +16,6 @@ from commlens.diagnosis.words.next_steps import (
     not_started_step,
     stuck_step,
 )
-from commlens.diagnosis.words.phrases import (
-    activity_words,
-    collective_phrase,
-    completion_unknown,
-    first_line,
-    prose,
-)
 from commlens.model.cause import StuckInside
 from commlens.text import (
     duration,
@@ -88,13 +81,13 @@ def _name(entered: EnteredOp) -> str:
 
 def _undecided(context: Context, case: Case[StuckInside]) -> Words:
     ranks, edges = case.cause.ranks, case.edges
-    inside = collective_phrase([edge.op for edge in edges])
+    inside = phrases.collective_phrase([edge.op for edge in edges])
     return Words(
         summary=(
             f"{ranks_and_verb(ranks, 'is', 'are')} inside {inside}; these"
             " dumps do not tell whether it is stuck or was under way"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             phrases.how_long_they_wait(context, edges),
             phrases.blocked_behind(ranks, case.blocked),
             "All ranks of these groups have reached it. Several groups in one collective are what a"
@@ -113,7 +106,7 @@ def _held_up(context: Context, case: StuckCase) -> Words:
     entered, culprits = case.entered, case.cause.culprits
     others = sorted(set(entered.waiting) - set(culprits)) or entered.waiting
     assert case.doing is not None
-    cannot_run = f"{ranks_phrase(culprits)} {activity_words(case.doing, culprits)}"
+    cannot_run = f"{ranks_phrase(culprits)} {phrases.activity_words(case.doing, culprits)}"
     if context.completion_unknown(entered.waiting):
         stand = ranks_and_verb(case.cause.victims, "stands", "stand")
         return Words(
@@ -135,7 +128,7 @@ def _held_up(context: Context, case: StuckCase) -> Words:
 
 
 def _nothing_tells(entered: EnteredOp) -> str:
-    reason = completion_unknown(entered.op.channel)
+    reason = phrases.completion_unknown(entered.op.channel)
     return f"Nothing tells how far their devices are: {reason}"
 
 
@@ -146,7 +139,7 @@ def _completion_unknown(_: Context, case: StuckCase) -> Words:
             f"{ranks_and_verb(entered.waiting, 'stands', 'stand')} still after {_name(entered)};"
             " whether their devices have completed it is not known"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             "All ranks have issued it and agree on what was compared.",
             _nothing_tells(entered),
         ),
@@ -298,18 +291,18 @@ def _errors(entered: EnteredOp) -> list[str]:
     """Return sentences with the errors of the ranks on which the collective failed, three at
     most.
     """
-    errors = sorted({first_line(op.error) for _, op in entered.records if op.error})
+    errors = sorted({phrases.first_line(op.error) for _, op in entered.records if op.error})
     return [f"It failed with: {error}." for error in errors[:3]]
 
 
 def _left_behind(context: Context, case: Case[StuckInside]) -> Words:
-    ranks, name = case.cause.culprits, collective_phrase([edge.op for edge in case.edges])
+    ranks, name = case.cause.culprits, phrases.collective_phrase([edge.op for edge in case.edges])
     return Words(
         summary=(
             f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {name}, which"
             f" completed on {ranks_phrase(case.cause.completed_on)}"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             "It needs data from every rank, so all of it had arrived: a device, driver or process"
             f" of {ranks_phrase(ranks)} makes no progress.",
             phrases.blocked_behind(ranks, set(case.blocked) - set(ranks)),

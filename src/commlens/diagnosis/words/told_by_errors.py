@@ -10,7 +10,6 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.told_by_errors import RefusedCase
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import exit_words, prose
 from commlens.model.cause import ErrorReport, Side, ToldByErrors
 from commlens.model.refusal import RefusedRow
 from commlens.text import (
@@ -61,7 +60,9 @@ def _differ(context: Context, cause: ToldByErrors, at: str) -> Words:
     )
     return Words(
         summary=f"{' where '.join(_sides(cause.report, shown))}, as torch's own check tells",
-        explanation=prose(f"{capital(ranks_phrase(cause.raised))} raised its error{at}.", numbers),
+        explanation=phrases.prose(
+            f"{capital(ranks_phrase(cause.raised))} raised its error{at}.", numbers
+        ),
         next_step=_differ_step(cause),
         would_raise_confidence=(
             None
@@ -223,9 +224,9 @@ def _refused_absent(context: Context, case: RefusedCase) -> Words:
             f"{ranks_and_verb(cause.absent, did, did)} {met}; strict verification refused it on"
             f" {ranks_phrase(cause.raised)}"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             *(
-                f"{phrases.name(context, rank)} {exit_words(views[rank].exit)};"
+                f"{phrases.name(context, rank)} {phrases.exit_words(views[rank].exit)};"
                 f" {phrases.last(context, rank)}."
                 for rank in known[:2]
                 if views[rank].exit.kind != "alive"

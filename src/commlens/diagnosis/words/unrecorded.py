@@ -13,7 +13,6 @@ from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.circumstances import AGENT, LAUNCHERS_STORE
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.phrases import activity_words, exit_words, prose
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import Collective
 from commlens.model.ops import STORE_CLIENT
@@ -102,14 +101,14 @@ def _of_logs(context: Context, case: Case[Unrecorded], cause: str, why: str, ste
     ranks, views = case.cause.ranks, context.job.views
     known = [rank for rank in ranks if rank in views]
     ends = [
-        f"{capital(rank_phrase(rank))} {exit_words(views[rank].exit)}."
+        f"{capital(rank_phrase(rank))} {phrases.exit_words(views[rank].exit)}."
         for rank in known
         if views[rank].exit.ended
     ]
     verbs = ("timed out", "timed out") if context.job.only_logs else ("waits", "wait")
     return Words(
         summary=f"{phrases.where_they_wait(case.edges, *verbs)}; {cause}",
-        explanation=prose(why, *ends),
+        explanation=phrases.prose(why, *ends),
         next_step=step,
         evidence=phrases.aborted(context, case.blocked),
         would_raise_confidence=(
@@ -197,7 +196,7 @@ def _not_started(context: Context, case: Case[Unrecorded]) -> Words:
             f"{subject} of {size} {verb(ranks, 'was', 'were')} never started:"
             f" {_they_wait(context, case)} for {verb(ranks, 'it', 'them')}"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             phrases.how_long_they_wait(context, case.edges),
             f"All ranks meet at {context.job.meets_here}, so they must be on this machine, where"
             f" only {ranks_phrase(waiting)} came.",
@@ -228,9 +227,10 @@ def _fewer_than_expected(context: Context, case: Case[Unrecorded]) -> Words:
 def _out_of_sight(context: Context, case: Case[Unrecorded]) -> Words:
     subject, they_wait = ranks_phrase(case.cause.ranks), _they_wait(context, case)
     idle = case.cause.idle
+    views = [context.job.views[rank] for rank in idle[:_IDLE_MAX]]
     standing = [
-        f"{phrases.name(context, rank)} {activity_words(context.doing(context.job.views[rank]))}"
-        for rank in idle[:_IDLE_MAX]
+        f"{phrases.name(context, view.rank)} {phrases.activity_words(context.doing(view))}"
+        for view in views
     ]
     like_all = "" if idle else ", like all ranks with a record"
     return Words(
@@ -326,7 +326,7 @@ def _write_skipped(context: Context, case: UnwrittenCase) -> Words:
             f"{rank_phrase(writer)} did not write the {key_phrase(op)};"
             f" {ranks_and_verb(ranks, 'waits', 'wait')} for it in {op.op}"
         ),
-        explanation=prose(
+        explanation=phrases.prose(
             f"{phrases.name(context, writer)} waits for {ranks_phrase(ranks)} in"
             f" {op_phrase(own)}{f' at {place}' if place else ''}.",
             f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at"
@@ -349,7 +349,7 @@ def _writer_unknown(context: Context, case: UnwrittenCase) -> Words:
         return _store_not_made(context, case, waits)
     return Words(
         summary=f"{waits}, which no rank is known to write",
-        explanation=prose(
+        explanation=phrases.prose(
             phrases.waits_and_blocked(context, case.edges, case.blocked),
             _sentence_on_others(context, case.involved),
         ),
@@ -384,7 +384,7 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
         step = "find the processes that are to come there, or correct the store's world_size"
     return Words(
         summary=summary,
-        explanation=prose(
+        explanation=phrases.prose(
             phrases.how_long_they_wait(context, case.edges),
             f"{AGENT}." if case.cause.agent else "",
             phrases.blocked_behind(ranks, case.blocked),
@@ -405,12 +405,15 @@ def _sentence_on_others(context: Context, waiting: Collection[int]) -> str:
             if block is not None:
                 waits[op_phrase(block.op)].append(rank)
             else:
-                doing[activity_words(context.doing(view))].append(view)
+                doing[phrases.activity_words(context.doing(view))].append(view)
     told = [(ranks, f"{ranks_and_verb(ranks, 'is', 'are')} in {op}") for op, ranks in waits.items()]
     for views in doing.values():
         ranks = [view.rank for view in views]
         told.append(
-            (ranks, f"{ranks_phrase(ranks)} {activity_words(context.doing(views[0]), ranks)}")
+            (
+                ranks,
+                f"{ranks_phrase(ranks)} {phrases.activity_words(context.doing(views[0]), ranks)}",
+            )
         )
     parts = [text for _, text in sorted(told)[:_OTHERS_MAX]]
     return f"{capital('; '.join(parts))}." if parts else ""

@@ -11,15 +11,14 @@ from commlens.diagnosis.causes.context import Case, Context
 from commlens.diagnosis.causes.whole_job import MotionlessCase
 from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.diagnosis.words.finding import Words
-from commlens.diagnosis.words.helper_processes import places
+from commlens.diagnosis.words.missing import places
 from commlens.diagnosis.words.told_by_logs import LOOK_AT_MORE
+from commlens.model import nccl
 from commlens.model.bypass import Bypass, bypasses_of
 from commlens.model.cause import Fewer, LatentFault, NoFault, Unexplained
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
 from commlens.model.hazard import Hazard
-from commlens.model.nccl import VERSIONS as NCCL_VERSIONS
-from commlens.model.nccl import version_text
 from commlens.model.verdict import Finding, Verdict
 from commlens.model.worlds import Worlds
 from commlens.text import (
@@ -147,12 +146,17 @@ def counted_only(ranks: int) -> str:
 
 def missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
+    problems = grouped(
+        (text.rstrip("."), rank)
+        for rank, view in job.views.items()
+        for text in [*view.log.problems, *_overwritten(view)]
+    )
     return [
         *_no_record(job),
         *_notes_on_ranks_elsewhere(job),
         *_outsiders(job.worlds),
         *_lost_heads(job),
-        *(f"{capital(ranks_phrase(ranks))}: {text}." for text, ranks in _problems(job).items()),
+        *(f"{capital(ranks_phrase(ranks))}: {text}." for text, ranks in problems.items()),
         *_of_nccl(job),
         *map(past_torch, bypasses_of(view.log for view in job.views.values())),
     ]
@@ -164,8 +168,8 @@ def _of_nccl(job: JobIndex) -> Iterator[str]:
         told = view.log.nccl
         if told is not None and told.is_other_nccl:
             yield (
-                f"{capital(rank_phrase(rank))}: NCCL {version_text(told.nccl_version)} tells"
-                f" nothing, because commlens's plugin knows only {NCCL_VERSIONS}."
+                f"{capital(rank_phrase(rank))}: NCCL {nccl.version_text(told.nccl_version)} tells"
+                f" nothing, because commlens's plugin knows only {nccl.VERSIONS}."
             )
         if told is not None and told.lost:
             yield (
@@ -257,15 +261,6 @@ def _lost_heads(job: JobIndex) -> list[str]:
         f" more than {entries} were issued after it; it is older than the one named here"
         " (COMMLENS_BOX_ENTRIES)."
     ]
-
-
-def _problems(job: JobIndex) -> dict[str, list[int]]:
-    """Return the problems of records, and the ranks that have each."""
-    return grouped(
-        (text.rstrip("."), rank)
-        for rank, view in job.views.items()
-        for text in [*view.log.problems, *_overwritten(view)]
-    )
 
 
 def _overwritten(view: RankView) -> list[str]:
