@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.diagnosis.index import activity
-from commlens.diagnosis.index.activity import lasting_wait, quiet_ns
 from commlens.model.cause import Mismatch, Missing, Why
 from commlens.model.collective import FrameKind, LearnedHow, Stack
 from commlens.model.ranklog import RankLog
@@ -155,11 +154,7 @@ class Standstill:
 
 def _mask(ranks: Iterable[int]) -> int:
     """Return ranks as a bit mask. A process that does not know its rank yet has a rank below 0."""
-    mask = 0
-    for rank in ranks:
-        if rank >= 0:
-            mask |= 1 << rank
-    return mask
+    return sum(1 << rank for rank in set(ranks) if rank >= 0)
 
 
 def cannot_go_on(verdict: Verdict, logs: Sequence[RankLog], others: PoseKeys = NO_POSES) -> bool:
@@ -246,7 +241,7 @@ def late_ranks(verdict: Verdict, logs: Sequence[RankLog]) -> list[RankLog]:
 
 def stayed_ns(late: Sequence[RankLog]) -> int:
     """Return how long the first of the late ranks has been where it is; 0 if unknown."""
-    return max((quiet_ns(log) for log in late), default=0)
+    return max((activity.quiet_ns(log) for log in late), default=0)
 
 
 def may_go_on(verdict: Verdict, logs: Sequence[RankLog]) -> bool:
@@ -274,7 +269,7 @@ def _waits_outside(log: RankLog, ranks: Set[tuple[str, int]]) -> bool:
     seen, stack = log.observation, log.main_stack
     if seen.holds_gil:
         return False  # its own other threads cannot run
-    if lasting_wait(seen):
+    if activity.lasting_wait(seen):
         return (log.host, seen.waits_for_pid) not in ranks
     # the kernel does not show a wait for several files at once
     frames = (

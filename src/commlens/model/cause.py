@@ -697,7 +697,6 @@ class Mismatch(Cause, tag="mismatch", kw_only=True):
     matches: int = 0  # later collectives that agree with the shift
     rounds: Rounds | None = None  # at the line of the first culprit, or of the others
     steps_ahead: int = 0  # optimizer steps that the first of the culprits did more than the others
-    never_meets: bool = False  # the message goes astray: its tags differ, or a rank is wrong
     silent: bool = False  # no rank hangs because of it
     refused: bool = False  # strict verification raised before anything was sent
     race: ThreadRace | None = None

@@ -10,9 +10,9 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from commlens.diagnosis.causes.context import Case, Context, group_of, source_of
+from commlens.diagnosis.causes.context import Context, source_of
 from commlens.diagnosis.index.nodes import Whereabouts, whereabouts
 from commlens.diagnosis.select.communicators import hashes_of
 from commlens.model.cause import (
@@ -166,10 +166,11 @@ def name_lost_nodes(context: Context, lost: Sequence[LostNode]) -> None:
         cause = case.cause
         if cause.kind == "dead":
             _name_nodes(cause, cause.culprits, vanished)
-        elif cause.kind == "missing" and _name_nodes(cause, _ranks_of_group(case), silent):
-            if cause.culprits:
+        elif cause.kind == "missing" and case.op is not None and not case.op.is_store_wait:
+            ranks = case.op.channel.group.all_ranks
+            cause.confidence = "low" if _name_nodes(cause, ranks, silent) else cause.confidence
+            if cause.lost_nodes and cause.culprits:
                 cause.culprits, cause.blamed_by = [], "unknown"
-            cause.confidence = "low"
 
 
 def _name_nodes(cause: Cause, ranks: Sequence[int], nodes: Sequence[LostNode]) -> bool:
@@ -181,11 +182,6 @@ def _name_nodes(cause: Cause, ranks: Sequence[int], nodes: Sequence[LostNode]) -
     if found and ranks_on_found.issuperset(cause.culprits):
         cause.lost_nodes = found
     return bool(cause.lost_nodes)
-
-
-def _ranks_of_group(case: Case[Any]) -> Sequence[int]:
-    group = group_of(case.op) if case.op is not None else None
-    return group.ranks if group is not None else ()
 
 
 # --- NCCL's RAS service

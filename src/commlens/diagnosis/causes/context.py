@@ -173,16 +173,11 @@ def waits_of(context: Context, edges: Iterable[Edge]) -> list[Wait]:
     )
     waits = []
     for (collective, _, source), same in alike.items():
-        ranks = sorted({edge.rank for edge in same})
+        others = {edge.rank: edge.others for edge in same}  # not examined, and wait like the rank
         waited_s = context.longest_of(same) / 1e9
-        wait = Wait(ranks, collective, group_of(same[0].op), source, waited_s)
-        waits.append((len(ranks) + others_like(same), wait))
+        wait = Wait(sorted(others), collective, group_of(same[0].op), source, waited_s)
+        waits.append((len(others) + sum(others.values()), wait))
     return [wait for _, wait in sorted(waits, key=lambda one: (-one[0], one[1].ranks))]
-
-
-def others_like(edges: Iterable[Edge]) -> int:
-    """Return the number of ranks that were not examined and wait like ranks of these edges."""
-    return sum({edge.rank: edge.others for edge in edges}.values())
 
 
 def group_of(op: Collective) -> GroupRef | None:

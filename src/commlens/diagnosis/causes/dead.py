@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.causes.context import Case, Context, most_waited, processes_of, waits_of
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.diagnosis.index.job_index import RankView
-from commlens.diagnosis.index.process_exit import How
 from commlens.matching.error_texts import distance_to_cause, refused_address
-from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended, Why
+from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended
 from commlens.model.collective import Collective, Frame
 from commlens.model.sender import Sender
 
@@ -29,17 +28,6 @@ _ERROR_MAX = 4000
 _SAME_MOMENT_NS = 1_000_000_000
 # in which the same error differs between ranks: a rank, a size, an address, a segment's name
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|/dev/shm/\S+|\d+")
-
-
-class _Alike(NamedTuple):
-    """The properties that are equal for processes that ended in the same way."""
-
-    why: Why
-    how: How
-    by: str  # the signal or status
-    was_exiting: bool
-    error: str  # of an exception, without its numbers
-    source: str  # the line that raised it
 
 
 _CONFIDENCE: Mapping[DeathDoubt | None, Confidence] = {
@@ -68,44 +56,37 @@ def find_deaths(
         sinks: the nodes of ranks that died.
         told: ranks whose end another cause explains.
     """
-    groups = _groups(context, sinks, told)
-    _keep_the_first(context, groups, sinks)
-    moments = {
-        key: min(context.job.views[rank].exit.at_ns for rank in ranks)
-        for key, ranks in groups.items()
-    }
-    first = min((moment for moment in moments.values() if moment), default=0)
-    for key, ranks in sorted(
-        groups.items(), key=lambda item: (moments[item[0]] or 1 << 62, item[1])
-    ):
+    views, ended = context.job.views, []
+    for alike in _ended_alike(context, sinks, told):
+        ranks = _keep_the_first(context, alike, sinks)
+        ended.append((min(views[rank].exit.at_ns for rank in ranks), ranks))
+    first = min((moment for moment, _ in ended if moment), default=0)
+    for moment, ranks in sorted(ended, key=lambda each: (each[0] or 1 << 62, each[1])):
         # An exception in user code is a cause of its own; a later signal or exit may follow from
         # the first end.
-        follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key.why != "exception"
+        is_later = bool(first) and moment > first + _SAME_MOMENT_NS
+        follows = is_later and views[ranks[0]].exit.why != "exception"
         nodes = [sinks[rank] for rank in ranks if rank in sinks]
-        _add_death(context, ranks, nodes, moments[key], root_cause=not follows)
+        _add_death(context, ranks, nodes, moment, root_cause=not follows)
 
 
-def _groups(
+def _ended_alike(
     context: Context, sinks: Mapping[int, WaitNode], told: frozenset[int]
-) -> dict[_Alike, list[int]]:
-    """Return the ranks that ended by themselves, grouped by the way in which they ended."""
-    groups: dict[_Alike, list[int]] = defaultdict(list)
+) -> Iterable[list[int]]:
+    """Return the ranks that ended by themselves, those that ended in the same way together: with
+    the same signal, status or error, but for its numbers, and at the same line.
+    """
+    groups: dict[Hashable, list[int]] = defaultdict(list)
     for rank, view in sorted(context.job.views.items()):
         end = view.exit
         by_itself = end.kind == "own" or (
             end.kind == "gone" and _is_missed(context, sinks.get(rank))
         )
         if by_itself and rank not in told and not is_absorbed(context, rank):
-            key = _Alike(
-                end.why,
-                end.how,
-                end.signal or end.status,
-                end.was_exiting,
-                _NUMBER.sub("#", end.error),
-                end.source.where if end.source else "",
-            )
-            groups[key].append(rank)
-    return groups
+            error, line = _NUMBER.sub("#", end.error), end.source.where if end.source else ""
+            way = (end.why, end.how, end.signal or end.status, end.was_exiting, error, line)
+            groups[way].append(rank)
+    return groups.values()
 
 
 def is_absorbed(context: Context, rank: int) -> bool:
@@ -156,10 +137,8 @@ def _is_missed(context: Context, node: WaitNode | None) -> bool:
     )
 
 
-def _keep_the_first(
-    context: Context, groups: dict[_Alike, list[int]], sinks: Mapping[int, WaitNode]
-) -> None:
-    """Of the ranks that are gone, drop those that were probably ended because others had ended: the
+def _keep_the_first(context: Context, ranks: list[int], sinks: Mapping[int, WaitNode]) -> list[int]:
+    """Of ranks that are gone, drop those that were probably ended because others had ended: the
     order in which they ended is unknown.
 
     A refusal that a rank raised before says which rank had ended by then. While a rank lives, one
@@ -167,19 +146,15 @@ def _keep_the_first(
     killed like any other: only its last sign of life tells.
     """
     views = context.job.views
+    if views[ranks[0]].exit.kind != "gone":
+        return ranks
+    named = sorted(_ended_before_refusals(context).intersection(ranks))
+    if not all(view.exit.ended for view in views.values()):
+        return named or _without_waiting(context, ranks, sinks) or ranks
+    # Any rank that is gone may be the first one, also one for which nobody waits. All are alike, so
+    # this is their only group, and no error or mismatch explains their ends.
     gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
-    all_ended = all(view.exit.ended for view in views.values())
-    refused = _ended_before_refusals(context)
-    for key, ranks in groups.items():
-        if views[ranks[0]].exit.kind != "gone":
-            continue
-        named = sorted(refused.intersection(ranks))
-        if all_ended:
-            # Any rank that is gone may be the first one, also one for which nobody waits. All are
-            # alike, so this is their only group, and no error or mismatch explains their ends.
-            groups[key] = named or _ended_first(context, gone) or gone
-        elif len(ranks) > 1:
-            groups[key] = named or _without_waiting(context, ranks, sinks) or ranks
+    return named or _ended_first(context, gone) or gone
 
 
 def _ended_before_refusals(context: Context) -> set[int]:

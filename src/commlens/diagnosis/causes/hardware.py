@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import msgspec
@@ -22,7 +21,6 @@ from commlens.diagnosis.causes.context import Context
 from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.index.nodes import Node, nodes_of
 from commlens.model.cause import (
-    AnyCause,
     Cause,
     Dead,
     Hardware,
@@ -142,15 +140,6 @@ _ORDER: Final[Sequence[Fault]] = (
 """Of several that explain a fault, the first is named as the cause."""
 
 
-@dataclass
-class _Incident:
-    """A fault with the ranks in it, and when it began."""
-
-    cause: StuckInside | Missing | Dead
-    ranks: frozenset[int]
-    began_ns: int  # Unix ns
-
-
 class _PartUsers(NamedTuple):
     """The ranks that use a part of a node."""
 
@@ -167,12 +156,13 @@ def add_hardware(context: Context) -> None:
     if not nodes:
         return
     for case in context.cases:
-        incident = _incident(context, case.cause) if case.cause.root_cause else None
-        if incident is not None:
-            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, incident.ranks))
-            fitting = (_fitting(context, incident, *each) for each in changes)
-            incident.cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
-            _decide(incident.cause)
+        cause = case.cause
+        if cause.root_cause and isinstance(cause, (StuckInside, Missing, Dead)):
+            began_ns = _began_ns(context, cause)
+            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, cause.ranks))
+            fitting = (_fitting(context, cause, began_ns, *each) for each in changes)
+            cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
+            _decide(cause)
 
 
 def add_hardware_of_slow(cause: Straggler, logs: Sequence[RankLog]) -> None:
@@ -274,22 +264,17 @@ def _is_present(node: Node, event: HealthEvent, now_ns: int) -> bool:
     return any(event.name in each and each[event.name] == event.after for each in values)
 
 
-# --- the incident
+# --- when a fault began
 
 
-def _incident(context: Context, cause: AnyCause) -> _Incident | None:
-    """Return when a fault began, and its ranks; None of causes that no hardware explains."""
-    match cause:
-        case StuckInside():  # when the last rank came to the collective
-            began_ns = max(_announced(context, cause.waits), default=0)
-        case Missing():  # when the first rank waited
-            began_ns = min(_announced(context, cause.waits), default=0)
-        case Dead():
-            ended = [context.job.views[rank].exit.at_ns for rank in cause.ranks]
-            began_ns = min((at_ns for at_ns in ended if at_ns), default=0)
-        case _:
-            return None
-    return _Incident(cause, frozenset(cause.ranks), began_ns)
+def _began_ns(context: Context, cause: StuckInside | Missing | Dead) -> int:
+    """Return when a fault began, Unix ns; 0 if that is not known."""
+    if isinstance(cause, Dead):
+        ended = [context.job.views[rank].exit.at_ns for rank in cause.ranks]
+        return min((at_ns for at_ns in ended if at_ns), default=0)
+    announced = _announced(context, cause.waits)
+    # when the last rank came to the collective, or the first one waited for a rank
+    return (max if isinstance(cause, StuckInside) else min)(announced, default=0)
 
 
 def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
@@ -392,19 +377,24 @@ def _spans_nodes(context: Context, ranks: Collection[int]) -> bool:
 
 
 def _fitting(
-    context: Context, incident: _Incident, node: Node, event: HealthEvent, users: _PartUsers
+    context: Context,
+    cause: StuckInside | Missing | Dead,
+    began_ns: int,
+    node: Node,
+    event: HealthEvent,
+    users: _PartUsers,
 ) -> Hardware | None:
     """Return a change if it fits a fault."""
-    if not incident.began_ns or not incident.ranks & set(users.ranks):
+    if not began_ns or set(cause.ranks).isdisjoint(users.ranks):
         return None
     after_s = _AFTER_S.get(event.fault, _SOON_S)
-    early_s = (incident.began_ns - event.at_ns) / _S  # before the fault, at least
-    if early_s > _BEFORE_S or (event.first_ns - incident.began_ns) / _S > after_s:
+    early_s = (began_ns - event.at_ns) / _S  # before the fault, at least
+    if early_s > _BEFORE_S or (event.first_ns - began_ns) / _S > after_s:
         return None
     if _went_on(context, users.ranks, event):
         return None
-    explains = users.certain and early_s <= _NEAR_S and _can_explain(incident.cause, users, event)
-    before_s = (incident.began_ns - event.first_ns) / _S
+    explains = users.certain and early_s <= _NEAR_S and _can_explain(cause, users, event)
+    before_s = (began_ns - event.first_ns) / _S
     ranks = sorted(users.ranks)
     return Hardware(node.health.host, ranks, event, round(before_s, 3), explains, users.alone)
 

@@ -28,13 +28,13 @@ from commlens.model.cause import (
     Confidence,
     Issued,
     Kind,
+    Mismatch,
     MismatchDoubt,
     Rounds,
     Swapped,
     ThreadRace,
     Why,
 )
-from commlens.model.cause import Mismatch as MismatchCause
 from commlens.model.collective import ChannelKey, Collective
 from commlens.model.grouping import grouped
 
@@ -54,7 +54,7 @@ _KINDS: dict[Aspect, Kind] = {
 
 
 @dataclass(kw_only=True)
-class MismatchCase(Case[MismatchCause]):
+class MismatchCase(Case[Mismatch]):
     """Ranks that disagree or are out of step. Its ``op`` is what the finding shows: that of the
     first suspect, or what a rank out of step skipped or added.
     """
@@ -212,10 +212,10 @@ def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -
     return next((one for one in fitting if one.went_on), None)
 
 
-def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> MismatchCause:
+def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> Mismatch:
     answer, shift = mismatch.answer, mismatch.shift
     confidence, doubt = _confidence(mismatch)
-    return MismatchCause(
+    return Mismatch(
         kind=_KINDS[answer.aspect] if answer is not None else "missing",
         why=_WHY.get(mismatch.departure, "in-collective"),
         root_cause=True,
@@ -230,7 +230,6 @@ def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> 
         departure=mismatch.departure or None,
         shifted_by=shift.by if shift is not None else 0,
         matches=shift.matches if shift is not None else 0,
-        never_meets=mismatch.astray is not None,
         silent=mismatch.silent,
         refused=mismatch.refused,
         repeats=mismatch.repeats,
@@ -249,7 +248,7 @@ def _add_race(
     """
     answer = mismatch.answer
     seen_on_all = set(mismatch.ops) <= set(race.ranks)
-    cause = MismatchCause(
+    cause = Mismatch(
         kind=_KINDS[answer.aspect] if answer is not None else "mismatch/op",
         why="in-collective",
         root_cause=True,

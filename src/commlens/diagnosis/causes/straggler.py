@@ -24,12 +24,12 @@ from commlens.model.cause import (
     GroupRef,
     HotLine,
     Phase,
+    Slow,
     SlowStretch,
     SlowTransfer,
     Straggler,
     Why,
 )
-from commlens.model.cause import Slow as SlowCause
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
@@ -350,7 +350,7 @@ def find_slow(context: Context) -> None:
     op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]
     if op.op in ROOTED:
         return
-    cause = SlowCause(
+    cause = Slow(
         kind="straggler",
         why="user-code",
         root_cause=True,

@@ -10,7 +10,7 @@ completed on ranks 0-2, the device or process of rank 3 is at fault.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -134,7 +134,9 @@ def _what_keeps_inside(
     if is_unknown:
         culprits, victims = _stopped_and_standing(context, entered.views)
     else:
-        culprits, victims = _unable_to_run(activities), entered.blocked
+        held_up = (rank for rank, doing in activities.items() if doing.why in _HELD_UP)
+        culprits = [rank for rank in held_up if not activities[rank].works]
+        victims = entered.blocked
     if culprits:
         doing = activities[culprits[0]]
         inside = partial(inside, victims=sorted(set(victims) - set(culprits)))
@@ -148,10 +150,6 @@ def _what_keeps_inside(
     if entered.not_started_on:
         return _never_started(inside, entered), None
     return _no_progress(inside, context, entered), None
-
-
-def _unable_to_run(activities: Mapping[int, Activity]) -> list[int]:
-    return [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
 
 
 def _busy(entered: EnteredOp) -> list[int]:

@@ -182,9 +182,8 @@ def _reason(
 
 
 def _confidence(reason: NoRecord, ranks: Sequence[int]) -> Confidence:
-    if reason in ("left-nothing", "not-started"):
-        return "medium"
-    return "medium" if reason == "watchdog-stuck" and len(ranks) == 1 else "low"
+    is_likely = reason in ("left-nothing", "not-started")
+    return "medium" if is_likely or (reason == "watchdog-stuck" and len(ranks) == 1) else "low"
 
 
 def _stuck_watchdog_s(context: Context, ranks: Sequence[int]) -> int:
