@@ -13,9 +13,10 @@ patched                                             to learn
 ==================================================  ================================================
 
 There are three kinds of listeners: one *recorder* (of a live rank, or of a check), *tracers*, which
-hear of waits, and *work listeners*, which hear of issues and of other uses of Works. A patch is
-installed for good when the first listener needs it, and does nothing while none listens; only that
-of ``Work.wait`` is taken off again. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+hear of waits, and *work listeners*, which hear of issues and of other uses of Works. ``listen`` and
+``add_work_listener`` install the patches that a listener needs. A patch stays for good, and does
+nothing while none listens; only that of ``Work.wait`` is taken off again. Tried on torch 2.6.0,
+2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final
@@ -49,6 +50,39 @@ _FIRST_READABLE_REDUCE_OP = (2, 10)
 calls tap_reduce_ops when it fails.
 """
 
+_GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
+_RUN_BACKWARD: Final = ("_engine_run_backward",)
+_RUNS_BACKWARD: Final = {"torch.autograd": _RUN_BACKWARD, "torch.autograd.graph": _RUN_BACKWARD}
+_REDUCING_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+_ISSUING_METHODS = (
+    *_REDUCING_METHODS,
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "scatter",
+    "send",
+)
+
+# --- the listeners
 
 _recorder: Any = None  # the Recorder of capture, or the SequenceRecorder of check
 _lock = threading.RLock()  # held to change the tracers
@@ -102,7 +136,8 @@ def add_work_listener(listener: tap.WaitSubscriber) -> None:
     """Report issues, and uses of Works other than waits, to ``listener``, too."""
     global _work_listeners
     _work_listeners = (*_work_listeners, listener)
-    _install(*_COALESCING, *_OF_WORK_LISTENERS, _tap_other_uses_of_works)
+    _install(_coalescing_starts, _coalescing_ends)
+    _install(_issues, _backward_passes, _tap_other_uses_of_works)
 
 
 def remove_work_listener(listener: tap.WaitSubscriber) -> None:
@@ -112,33 +147,33 @@ def remove_work_listener(listener: tap.WaitSubscriber) -> None:
 
 
 def listen() -> None:
-    """Report waits to the present listeners. Call this again when a recorder begins to verify."""
+    """Report waits to the present listeners, and install the patches that they need. Call this
+    again when a recorder begins to verify.
+    """
+    recorder = _recorder
+    began: Any = None
+    ended: Any = None
     if _tracers:
-        tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
-    elif _recorder is not None:
-        listens = _recorder.listens_to_waits
-        tap.listen_to_waits(
-            _recorder.tensor_wait_begins if listens else None,
-            _recorder.tensor_wait_ended if listens else None,
-        )
-    else:
-        tap.listen_to_waits(None, None)
+        began, ended = _tensor_wait_begins, _tensor_wait_ended
+    elif recorder is not None and recorder.listens_to_waits:
+        began, ended = recorder.tensor_wait_begins, recorder.tensor_wait_ended
+    tap.listen_to_waits(began, ended)
+    if recorder is None and not _tracers:
         _untap_work_wait()
         return
-    _install_all()
-
-
-def _install_all() -> None:
-    """Install the patches that the present listeners need and that are not installed yet."""
     _install(_tap_work_wait)
     # C++ reads them in each version of torch, for a native recorder alone
-    in_python = _tracers or _recorder is None or not _recorder.reads_reduce_ops
+    in_python = _tracers or recorder is None or not recorder.reads_reduce_ops
     if in_python and not python_reads_reduce_ops():
         _install(tap_reduce_ops)
-    if _recorder is not None:
-        _install(*_COALESCING, *_OF_RECORDERS, _tap_other_uses_of_works)
-        if _recorder.verifier is not None:
-            _install(*_OF_VERIFIERS)
+    if recorder is not None:
+        _install(_coalescing_starts, _coalescing_ends, _tap_other_uses_of_works)
+        _install(_meshes, _tap_optimizers, _broadcasts_of_buffers, _graphs, _calls_of_others)
+        if recorder.verifier is not None:
+            _install(_refusals_in_cpp)
+
+
+# --- the mechanism
 
 
 def _install(*installs: Callable[[], None]) -> None:
@@ -146,33 +181,40 @@ def _install(*installs: Callable[[], None]) -> None:
         try:
             install()
         except Exception as error:
-            of_names = f"of {', '.join(install.names)}" if isinstance(install, _Patch) else ""
-            log.warning(
-                "commlens: the patch %s does not work with this torch: %s: %s",
-                of_names or install.__name__,
-                type(error).__name__,
-                error,
-            )
+            _warn(install.__name__, error)
+
+
+def _warn(patch: str, error: Exception) -> None:
+    log.warning(
+        "commlens: the patch %s does not work with this torch: %s: %s",
+        patch,
+        type(error).__name__,
+        error,
+    )
 
 
 @dataclass(eq=False)
 class _Patch:
-    """Replaces functions of torch at its first call, for good."""
+    """Replaces functions of torch at its first call, for good. A decorator: ``make`` takes one of
+    these functions, and returns the function that replaces it and calls it.
+    """
 
-    owner: str  # "module:class"; imported when the patch is installed
-    names: tuple[str, ...]  # of its functions; those that this torch lacks are left out
-    make: Callable[[Any], Any]  # takes a function and returns what replaces it
-    is_installed: bool = False
+    # by "module" or "module:class", which is imported; those that this torch lacks are left out
+    names: Mapping[str, tuple[str, ...]]
+    make: Callable[[Any], Any]
 
     def __call__(self) -> None:
-        if not self.is_installed:
-            self.is_installed = True
-            owner = pkgutil.resolve_name(self.owner)
-            found = {name: getattr(owner, name) for name in self.names if hasattr(owner, name)}
-            for name, original in found.items():
-                setattr(owner, name, _in_place_of(original, self.make(original), name))
-            if not found:
-                raise AttributeError(f"{self.owner} has no {' or '.join(self.names)}")
+        wanted, self.names = self.names, {}
+        for owner, names in wanted.items():
+            try:
+                place = pkgutil.resolve_name(owner)
+                found = {name: getattr(place, name) for name in names if hasattr(place, name)}
+                for name, original in found.items():
+                    setattr(place, name, _in_place_of(original, self.make(original), name))
+                if not found:
+                    raise AttributeError(f"{owner} has no {' or '.join(names)}")
+            except Exception as error:
+                _warn(f"of {', '.join(names)}", error)
 
 
 def _in_place_of(original: Any, function: Any, name: str) -> Any:
@@ -186,33 +228,21 @@ def _in_place_of(original: Any, function: Any, name: str) -> Any:
     return functools.wraps(original)(function)
 
 
-def python_reads_reduce_ops() -> bool:
-    """Return whether Python can read the reduce op of every call in this torch; if not, only of the
-    calls made from Python.
-    """
-    return torch_version() >= _FIRST_READABLE_REDUCE_OP
+# --- waits: of Python, and of functions that wait in C++
 
-
-@functools.lru_cache(maxsize=1)
-def torch_version() -> tuple[int, int]:
-    """Return the major and minor version of this torch."""
-    numbers = re.findall(r"\d+", torch.__version__)
-    return int(numbers[0]), int(numbers[1])
-
-
-_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with the original
+_tapped_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with the original
 
 
 def _tap_work_wait() -> None:
     """Replace ``Work.wait``, by the recorder's own in C++ if it has one."""
-    if _waits:
+    if _tapped_waits:
         return
     # Classes of C++ Works with a wait of their own (the fake backend's) do not call that of Work.
     # One that is written in Python is left alone: C++ would take a builtin for its own wait.
     for kind in (Work, *Work.__subclasses__()):
         original = kind.__dict__.get("wait")
         if original is not None and (kind is Work or not isinstance(original, FunctionType)):
-            _waits.append((kind, original))
+            _tapped_waits.append((kind, original))
             slow = _tapped_wait(original)
             tapped = slow if _recorder is None else _recorder.tapped_wait(original, slow)
             setattr(kind, "wait", tapped)  # noqa: B010 - a plain assignment is what type checkers refuse
@@ -221,13 +251,13 @@ def _tap_work_wait() -> None:
 def sees_waits_for(work: Any) -> bool:
     """Return whether the waits for a Work are reported; not those of a class written in Python."""
     owner = next(kind for kind in type(work).__mro__ if "wait" in kind.__dict__)
-    return any(owner is kind for kind, _ in _waits)
+    return any(owner is kind for kind, _ in _tapped_waits)
 
 
 def _untap_work_wait() -> None:
-    for kind, original in _waits:
+    for kind, original in _tapped_waits:
         setattr(kind, "wait", original)  # noqa: B010
-    _waits.clear()
+    _tapped_waits.clear()
 
 
 def _tapped_wait(original: Any) -> Any:
@@ -290,7 +320,16 @@ on: since when, CLOCK_MONOTONIC in ns.
 """
 
 
-def _raising_refusals(original: Any) -> Any:
+@functools.partial(
+    _Patch,
+    {
+        **_RUNS_BACKWARD,
+        "torch.distributed": ("_broadcast_coalesced", "_verify_params_across_processes"),
+        "torch.distributed:Reducer": ("_rebuild_buckets",),
+        "torch._C:Future": ("wait",),
+    },
+)
+def _refusals_in_cpp(original: Any) -> Any:
     """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's
     reducer, and futures.
     """
@@ -314,7 +353,8 @@ def _raising_refusals(original: Any) -> Any:
     return call
 
 
-def _waiting_in_cpp(original: Any) -> Any:
+@functools.partial(_Patch, {"torch.distributed": ("_broadcast_coalesced",)})
+def _broadcasts_of_buffers(original: Any) -> Any:
     """Report a call that issues collectives and waits for them in C++: DDP's broadcast of buffers.
     A check's recorder does not ask for it.
     """
@@ -332,37 +372,11 @@ def _waiting_in_cpp(original: Any) -> Any:
     return call
 
 
-_REDUCING_METHODS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-)
-_ISSUING_METHODS = (
-    *_REDUCING_METHODS,
-    "_allgather_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
-)
+# --- issues, groups of collectives, and other uses of their Works
 
 
-def _reporting_issue(original: Any) -> Any:
+@functools.partial(_Patch, {_GROUP: _ISSUING_METHODS})
+def _issues(original: Any) -> Any:
     """Report to the work listeners a call from Python that returns a Work: asynchronous, or of
     unknown options.
     """
@@ -393,7 +407,8 @@ def _async_op_in(args: Any, kwargs: Any) -> bool | None:
     return None
 
 
-def _reporting_start(start: Any) -> Any:
+@functools.partial(_Patch, {_GROUP: ("_start_coalescing",)})
+def _coalescing_starts(start: Any) -> Any:
     """Report that this thread begins a coalesced group."""
 
     def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -407,7 +422,8 @@ def _reporting_start(start: Any) -> Any:
     return _start_coalescing
 
 
-def _reporting_group(end: Any) -> Any:
+@functools.partial(_Patch, {_GROUP: ("_end_coalescing",)})
+def _coalescing_ends(end: Any) -> Any:
     """Report that this thread ends a coalesced group, and the one Work of all its ops."""
 
     def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -428,30 +444,6 @@ def _reporting_group(end: Any) -> Any:
         return work
 
     return _end_coalescing
-
-
-def _reporting_graph(original: Any) -> Any:
-    """Report the capture and the replays of CUDA graphs: a captured collective does not run, and a
-    replay passes no tap.
-
-    Every user of graphs calls these methods: ``torch.cuda.graph``, ``make_graphed_callables`` and
-    inductor. Neither importing nor patching them initialises the driver.
-    """
-    name = original.__name__
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder
-        if recorder is not None and name == "capture_begin":
-            recorder.capture_begins()
-        elif recorder is not None and name == "replay":
-            recorder.replays(self)
-        try:
-            return original(self, *args, **kwargs)
-        finally:  # even if the capture failed
-            if recorder is not None and name == "capture_end":
-                recorder.capture_ends(self)
-
-    return method
 
 
 _OTHER_USES = (
@@ -496,7 +488,8 @@ def _noting_use(original: Any) -> Any:
     return method
 
 
-def _reporting_backward(original: Any) -> Any:
+@functools.partial(_Patch, _RUNS_BACKWARD)
+def _backward_passes(original: Any) -> Any:
     """Report to the work listeners that a backward pass has ended."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -509,23 +502,86 @@ def _reporting_backward(original: Any) -> Any:
     return call
 
 
-def _noting_calls_of_others(original: Any) -> Any:
-    """Note the calls with a group that this rank is not in: torch warns and does nothing."""
-
-    def _warn_not_in_group(op_name: Any) -> None:
-        if _recorder is not None and _recorder.hazards is not None:
-            _recorder.hazards.not_a_member()
-        # torch's own text, for the line that torch would name: a call of the original would name
-        # this function's
-        world = torch.distributed.GroupMember.WORLD
-        rank = -1 if world is None else world.rank()
-        text = f"Running {op_name} on global rank {rank} which does not belong to the given group."
-        warnings.warn(text, stacklevel=2)
-
-    return _warn_not_in_group
+# --- reduce ops, where torch hides them
 
 
-def _learning_meshes(original: Any) -> Any:
+def python_reads_reduce_ops() -> bool:
+    """Return whether Python can read the reduce op of every call in this torch; if not, only of the
+    calls made from Python.
+    """
+    return torch_version() >= _FIRST_READABLE_REDUCE_OP
+
+
+@functools.lru_cache(maxsize=1)
+def torch_version() -> tuple[int, int]:
+    """Return the major and minor version of this torch."""
+    numbers = re.findall(r"\d+", torch.__version__)
+    return int(numbers[0]), int(numbers[1])
+
+
+noted_reduce_ops: dict[int, Any] = {}
+"""By native thread id: the reduce op of the call under way, once :func:`tap_reduce_ops` was
+called.
+"""
+
+
+@functools.partial(_Patch, {_GROUP: _REDUCING_METHODS})
+def tap_reduce_ops(original: Any) -> Any:
+    """Note the reduce op in a call's options, mostly its last argument, while a call from Python
+    runs: for a torch whose boxed ReduceOp cannot be read (2.6 to 2.9). Those of C++ callers (DDP's,
+    which are sums) stay unknown there.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _recorder is None and not _tracers:
+            return original(self, *args, **kwargs)
+        reduce_op = getattr(args[-1], "reduceOp", None) if args else None
+        if reduce_op is None:
+            reduce_op = next(
+                (a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None
+            )
+        thread = threading.get_native_id()
+        noted_reduce_ops[thread] = reduce_op
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            noted_reduce_ops.pop(thread, None)
+
+    return method
+
+
+# --- graphs, meshes, steps, and calls that do nothing
+
+
+@functools.partial(
+    _Patch, {"torch.cuda.graphs:CUDAGraph": ("capture_begin", "capture_end", "replay")}
+)
+def _graphs(original: Any) -> Any:
+    """Report the capture and the replays of CUDA graphs: a captured collective does not run, and a
+    replay passes no tap.
+
+    Every user of graphs calls these methods: ``torch.cuda.graph``, ``make_graphed_callables`` and
+    inductor. Neither importing nor patching them initialises the driver.
+    """
+    name = original.__name__
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is not None and name == "capture_begin":
+            recorder.capture_begins()
+        elif recorder is not None and name == "replay":
+            recorder.replays(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:  # even if the capture failed
+            if recorder is not None and name == "capture_end":
+                recorder.capture_ends(self)
+
+    return method
+
+
+@functools.partial(_Patch, {"torch.distributed.device_mesh:DeviceMesh": ("__init__",)})
+def _meshes(original: Any) -> Any:
     """Name the groups of each mesh that is made."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -559,71 +615,18 @@ def _tap_optimizers() -> None:
     register_optimizer_step_post_hook(commlens_step)
 
 
-noted_reduce_ops: dict[int, Any] = {}
-"""By native thread id: the reduce op of the call under way, once :func:`tap_reduce_ops` was
-called.
-"""
+@functools.partial(_Patch, {"torch.distributed.distributed_c10d": ("_warn_not_in_group",)})
+def _calls_of_others(original: Any) -> Any:
+    """Note the calls with a group that this rank is not in: torch warns and does nothing."""
 
+    def _warn_not_in_group(op_name: Any) -> None:
+        if _recorder is not None and _recorder.hazards is not None:
+            _recorder.hazards.not_a_member()
+        # torch's own text, for the line that torch would name: a call of the original would name
+        # this function's
+        world = torch.distributed.GroupMember.WORLD
+        rank = -1 if world is None else world.rank()
+        text = f"Running {op_name} on global rank {rank} which does not belong to the given group."
+        warnings.warn(text, stacklevel=2)
 
-def tap_reduce_ops() -> None:
-    """Note the reduce op of calls from Python, for a torch whose boxed ReduceOp cannot be read (2.6
-    to 2.9).
-
-    The reduce ops of C++ callers (DDP's, which are sums) stay unknown there.
-    """
-    _REDUCTIONS()
-
-
-def _noting_reduce_op(original: Any) -> Any:
-    """Note the reduce op in a call's options, mostly its last argument, while the call runs."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _recorder is None and not _tracers:
-            return original(self, *args, **kwargs)
-        reduce_op = getattr(args[-1], "reduceOp", None) if args else None
-        if reduce_op is None:
-            reduce_op = next(
-                (a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None
-            )
-        thread = threading.get_native_id()
-        noted_reduce_ops[thread] = reduce_op
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            noted_reduce_ops.pop(thread, None)
-
-    return method
-
-
-_GROUP: Final = "torch._C._distributed_c10d:ProcessGroup"
-_RUN_BACKWARD: Final = ("_engine_run_backward",)
-_REDUCTIONS: Final = _Patch(_GROUP, _REDUCING_METHODS, _noting_reduce_op)
-_COALESCING: Final = (
-    _Patch(_GROUP, ("_start_coalescing",), _reporting_start),
-    _Patch(_GROUP, ("_end_coalescing",), _reporting_group),
-)
-_OF_WORK_LISTENERS: Final = (
-    _Patch(_GROUP, _ISSUING_METHODS, _reporting_issue),
-    _Patch("torch.autograd", _RUN_BACKWARD, _reporting_backward),
-    _Patch("torch.autograd.graph", _RUN_BACKWARD, _reporting_backward),
-)
-_OF_RECORDERS: Final = (
-    _Patch("torch.distributed.device_mesh:DeviceMesh", ("__init__",), _learning_meshes),
-    _tap_optimizers,
-    _Patch("torch.distributed", ("_broadcast_coalesced",), _waiting_in_cpp),
-    _Patch(
-        "torch.cuda.graphs:CUDAGraph", ("capture_begin", "capture_end", "replay"), _reporting_graph
-    ),
-    _Patch("torch.distributed.distributed_c10d", ("_warn_not_in_group",), _noting_calls_of_others),
-)
-_OF_VERIFIERS: Final = (
-    _Patch("torch.autograd", _RUN_BACKWARD, _raising_refusals),
-    _Patch("torch.autograd.graph", _RUN_BACKWARD, _raising_refusals),
-    _Patch(
-        "torch.distributed",
-        ("_broadcast_coalesced", "_verify_params_across_processes"),
-        _raising_refusals,
-    ),
-    _Patch("torch.distributed:Reducer", ("_rebuild_buckets",), _raising_refusals),
-    _Patch("torch._C:Future", ("wait",), _raising_refusals),
-)
+    return _warn_not_in_group
