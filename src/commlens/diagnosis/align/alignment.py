@@ -360,7 +360,7 @@ def _decide(
     their routine.
     """
     out_of_step = tuple(sorted(shift.rank for shift in here))
-    if here and not here[0].unsure and set(out_of_step) <= set(met):
+    if here and here[0].other is None and set(out_of_step) <= set(met):
         return Decision(out_of_step, "majority")
     sides = [[rank for rank in party.ranks if rank in met] for party in answer.parties]
     usual = [rank for rank in met if rank not in answer.minority]
@@ -408,7 +408,7 @@ def _out_of_step(
     of the others there.
     """
     ops = _ops_at(tracks, first.number)
-    tie = first.unsure and ranks_off_routine(job, ops) != (first.rank,)
+    tie = first.other is not None and (len(ops) > 2 or ranks_off_routine(job, ops) != (first.rank,))
     culprits = tuple(
         sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
     )

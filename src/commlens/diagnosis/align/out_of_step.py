@@ -12,13 +12,14 @@ Where the ops and the shapes agree, nothing hangs, and only the source lines and
 show it: from number 2 on, rank 1 is 1 collective ahead (:class:`Shift`), as its line 22 under
 number 2 is that of the others under number 3. Lines may legally differ between ranks (``if rank ==
 0: ... else: ...``), so each line of the rank is first translated into the line of the others that
-it met before.
+it met before. If the others are as many ranks as those out of step, nothing but their routines
+tells which of the two halves is wrong.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -59,7 +60,12 @@ class Shift(msgspec.Struct):
     own: Collective  # issued by the rank under that number
     matches: int  # later collectives that agree with the shift
     departure: Departure
-    unsure: bool = False  # of two ranks, the other may be the one out of step
+    other: int | None = None
+    """Of two ranks or two halves: a rank of the other side, which may be the one out of step."""
+
+
+Votes = Counter[int]
+"""By rank, the number of ranks that it stands for."""
 
 
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
@@ -81,37 +87,26 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     return sorted(shifts, key=lambda shift: shift.rank)
 
 
-Votes = Counter[int]
-"""By rank, the number of ranks that it stands for."""
-
-
 def _shifts_among(job: JobIndex, tracks: Mapping[int, Track], votes: Votes) -> list[Shift]:
-    numbers = sorted({number for track in tracks.values() for number in track.ops})
-    suspects = _suspects(tracks, numbers, votes)
+    voters = _Voters(tracks, votes)
+    suspects = voters.suspects()
     if not suspects:
         return []
-    if len(tracks) == 2:
-        return _shift_of_two(job, tracks)
+    if suspects == tracks.keys() and (sides := voters.two_halves()):
+        return _shift_of_a_half(job, tracks, sides)
     # if most ranks differ somewhere, too few are left to show what is usual
     suspected = sum(votes[rank] for rank in suspects)
     trusted = votes.keys() if is_majority(suspected, votes.total()) else votes.keys() - suspects
     shifts = []
     for rank in sorted(suspects):
-        others = {other: tracks[other] for other in trusted if other != rank}
-        usual = _usual_ops(others, numbers, votes)
-        shift = _find_shift(rank, tracks[rank], usual, cut=job.views[rank].lost_newest)
-        if shift is not None and is_majority(
-            _agree(tracks, shift.number, usual[shift.number], votes), votes.total()
-        ):
-            shifts.append(shift)
+        usual = voters.usual_ops(trusted - {rank})
+        shift = _ShiftSearch(rank, tracks[rank].ops, usual, job.views[rank].lost_newest).find()
+        if shift is not None:
+            agree = voters.count(voters.kinds_at(shift.number))[_kind(usual[shift.number])]
+            shifts += [shift] if is_majority(agree, votes.total()) else []
     # Half of the ranks or more cannot be out of step with the majority.
     in_step = votes.total() - sum(votes[shift.rank] for shift in shifts)
     return shifts if is_majority(in_step, votes.total()) else []
-
-
-def line_of(op: Collective) -> Hashable:
-    """Return the source lines that issued an op, to compare; None if they are unknown."""
-    return op.call_lines or None
 
 
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:
@@ -136,10 +131,9 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
     between, since = sum(is_wanted[previous + 1 : latest]), sum(is_wanted[latest + 1 :])
     if since >= between:
         return ""
-    # ``own`` is an extra op if it came before its time, in optimizer steps
-    last = history[latest].step
-    usual = last - history[previous].step if previous >= 0 else 0
-    in_time = 0 < usual <= own.step - last
+    # ``own`` may be an extra op, unless as many optimizer steps as before it have passed again
+    steps_before = history[latest].step - history[previous].step if previous >= 0 else 0
+    in_time = 0 < steps_before <= own.step - history[latest].step
     return "skipped" if between == 1 or in_time else "either"
 
 
@@ -147,56 +141,33 @@ def steps_ahead(job: JobIndex, rank: int, own: Collective, other: Collective) ->
     """Return the optimizer steps that a rank has done more than the others since they last met;
     negative: fewer.
     """
-    tracks = job.tracks_on(own.channel.key)
-    last = own.sequence_number - 1
-    met = [track.ops[last] for one, track in tracks.items() if one != rank and last in track.ops]
-    if rank not in tracks or last not in tracks[rank].ops or len({op.step for op in met}) != 1:
+    key, last = own.channel.key, own.sequence_number - 1
+    met = {each: job.views[each].op_at(key, last) for each in {*job.users.get(key, ()), rank}}
+    mine = met.pop(rank)
+    steps = {op.step for op in met.values() if op is not None}
+    if mine is None or len(steps) != 1:
         return 0
-    return (own.step - other.step) - (tracks[rank].ops[last].step - met[0].step)
+    return (own.step - other.step) - (mine.step - steps.pop())
 
 
 def _habit_token(op: Collective) -> Hashable:
-    return (op.op, op.channel.key, line_of(op))
+    return (op.op, op.channel.key, _line_of(op))
 
 
 # --- which ranks to check, and against which collectives
-
-
-def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int], votes: Votes) -> set[int]:
-    """Return the ranks whose step, op, size or line differs from that of most others at some
-    number.
-    """
-    suspects: set[int] = set()
-    # A rank's records share their arguments and stacks, so most of the work is done once for each
-    # of these.
-    requests: dict[tuple[int, int], Hashable] = {}
-
-    def token_of(op: Collective) -> Hashable:
-        shared = (id(op.args), id(op.stack))
-        if shared not in requests:
-            requests[shared] = _request(op)
-        return (requests[shared], op.step)
-
-    for number in numbers:
-        tokens = {
-            rank: token_of(track.ops[number])
-            for rank, track in tracks.items()
-            if number in track.ops
-        }
-        if len(set(tokens.values())) > 1:
-            (usual, most), (_, second) = _count(tokens, votes).most_common(2)
-            suspects.update(
-                rank for rank, value in tokens.items() if most == second or value != usual
-            )
-    return suspects
 
 
 def _sizes(op: Collective) -> tuple[int, ...]:
     return tuple(spec.numel for spec in op.args.inputs)
 
 
+def _line_of(op: Collective) -> Hashable:
+    """Return the source lines that issued an op, to compare; None if they are unknown."""
+    return op.call_lines or None
+
+
 def _request(op: Collective) -> Hashable:
-    return (op.op, _sizes(op), line_of(op))
+    return (op.op, _sizes(op), _line_of(op))
 
 
 def _kind(op: Collective) -> Hashable:
@@ -204,39 +175,74 @@ def _kind(op: Collective) -> Hashable:
     return (_request(op), op.step)
 
 
-def _count(of_ranks: Mapping[int, Hashable], votes: Votes) -> Counter[Hashable]:
-    """Count the ranks of each value."""
-    found: Counter[Hashable] = Counter()
-    for rank, value in of_ranks.items():
-        found[value] += votes[rank]
-    return found
+class _Voters:
+    """The ranks of a channel that are compared; ``votes``: how many ranks each stands for."""
 
+    def __init__(self, tracks: Mapping[int, Track], votes: Votes) -> None:
+        self._tracks, self._votes = dict(sorted(tracks.items())), votes
+        self._numbers = sorted({number for track in tracks.values() for number in track.ops})
+        # by ids: a rank's records share their arguments and stacks
+        self._requests: dict[tuple[int, int], Hashable] = {}
 
-def _agree(tracks: Mapping[int, Track], number: int, usual: Collective, votes: Votes) -> int:
-    """Count the ranks that issued an op like this one under a number."""
-    kind = _kind(usual)
-    return sum(
-        votes[rank]
-        for rank, track in tracks.items()
-        if number in track.ops and _kind(track.ops[number]) == kind
-    )
+    def kinds_at(self, number: int) -> dict[int, Hashable]:
+        """Return the kind of op that each rank issued under a number."""
+        kinds: dict[int, Hashable] = {}
+        for rank, track in self._tracks.items():
+            if op := track.ops.get(number):
+                shared = (id(op.args), id(op.stack))
+                if shared not in self._requests:
+                    self._requests[shared] = _request(op)
+                kinds[rank] = (self._requests[shared], op.step)
+        return kinds
 
+    def count(self, kinds: Mapping[int, Hashable]) -> Counter[Hashable]:
+        """Count the ranks of each kind."""
+        found: Counter[Hashable] = Counter()
+        for rank, kind in kinds.items():
+            found[kind] += self._votes[rank]
+        return found
 
-def _usual_ops(
-    tracks: Mapping[int, Track], numbers: Sequence[int], votes: Votes
-) -> dict[int, Collective]:
-    """Return for each number the op that most of these ranks issued."""
-    usual: dict[int, Collective] = {}
-    for number in numbers:
-        met = {
-            rank: _kind(op)
-            for rank, track in sorted(tracks.items())
-            if (op := track.ops.get(number))
-        }
-        if met:
-            [(most, _)] = _count(met, votes).most_common(1)
-            usual[number] = next(tracks[rank].ops[number] for rank in met if met[rank] == most)
-    return usual
+    def suspects(self) -> set[int]:
+        """Return the ranks whose step, op, size or line differs from that of most others at some
+        number.
+        """
+        suspects: set[int] = set()
+        for number in self._numbers:
+            kinds = self.kinds_at(number)
+            if len(set(kinds.values())) > 1:
+                (usual, most), (_, second) = self.count(kinds).most_common(2)
+                suspects.update(
+                    rank for rank, kind in kinds.items() if most == second or kind != usual
+                )
+        return suspects
+
+    def usual_ops(self, ranks: Collection[int]) -> dict[int, Collective]:
+        """Return for each number the op that most of these ranks issued."""
+        usual: dict[int, Collective] = {}
+        for number in self._numbers:
+            kinds = {rank: kind for rank, kind in self.kinds_at(number).items() if rank in ranks}
+            if kinds:
+                [(most, _)] = self.count(kinds).most_common(1)
+                rank = next(rank for rank, kind in kinds.items() if kind == most)
+                usual[number] = self._tracks[rank].ops[number]
+        return usual
+
+    def two_halves(self) -> list[list[int]]:
+        """Return the ranks of both halves, if all ranks of a half issued the same, and the two
+        halves did not; else none.
+        """
+        first, unlike_first = min(self._tracks), set[int]()
+        for number in self._numbers:
+            kinds = self.kinds_at(number)
+            unlike_first |= {rank for rank in kinds if kinds[rank] != kinds.get(first, kinds[rank])}
+        halves = [sorted(self._tracks.keys() - unlike_first), sorted(unlike_first)]
+        votes = {sum(self._votes[rank] for rank in half) for half in halves}
+        are_alike = all(
+            len({kinds[rank] for rank in half if rank in kinds}) <= 1
+            for kinds in map(self.kinds_at, self._numbers)
+            for half in halves
+        )
+        return halves if len(votes) == 1 and are_alike else []
 
 
 # --- by how many collectives a rank is shifted
@@ -246,17 +252,47 @@ _MATCHES_OF_LINES = 3  # where only lines differ: a line may legally meet severa
 _PLACES = 2  # lines or steps that these must be from
 
 
-class _Matcher:
+class _ShiftSearch:
     """Compares a rank's collectives with those of the others, and learns which of their lines each
     line of the rank meets: if rank 0 issues from line 30 what the others issue from line 35, line
     30 meets line 35.
+
+    Args:
+        rank: that may be out of step.
+        ops: its collectives, by number.
+        usual: the collectives of the others, by number.
+        cut: whether the rank issued more than its records show.
     """
 
-    def __init__(self, *, compare_steps: bool) -> None:
-        self._compare_steps = compare_steps
+    def __init__(
+        self, rank: int, ops: Mapping[int, Collective], usual: Mapping[int, Collective], cut: bool
+    ) -> None:
+        self._rank, self._ops, self._usual, self._cut = rank, ops, usual, cut
+        self._compare_steps = True
         self._lines: dict[Hashable, Hashable] = {}
 
-    def same_args(self, mine: Collective, theirs: Collective) -> bool:
+    def find(self) -> Shift | None:
+        """Return the smallest shift after which the rank's collectives fit those of the others;
+        None if there is none.
+        """
+        numbers = sorted(set(self._ops) & set(self._usual))
+        # Steps that differ from the first record on are not comparable: a rank counts none, or
+        # starts elsewhere.
+        self._compare_steps = not numbers or (
+            self._ops[numbers[0]].step == self._usual[numbers[0]].step
+        )
+        start = next((number for number in numbers if not self._learn(number)), None)
+        if start is None:
+            return None
+        furthest = min(_FURTHEST, max(max(self._ops), max(self._usual)) - start + 1)
+        for distance in range(1, furthest + 1):
+            both = (self._shift_by(by, start) for by in (distance, -distance))
+            found = [shift for shift in both if shift is not None]
+            if found:
+                return found[0] if len(found) == 1 else self._likelier(*found)
+        return None
+
+    def _same_args(self, mine: Collective, theirs: Collective) -> bool:
         """Return whether op, step and sizes are equal."""
         return (
             mine.op == theirs.op
@@ -264,177 +300,121 @@ class _Matcher:
             and _sizes(mine) == _sizes(theirs)
         )
 
-    def learn(self, mine: Collective, theirs: Collective) -> bool:
-        """Return whether the collectives fit, and if so, remember that their lines met."""
-        line, other = line_of(mine), line_of(theirs)
-        if not self.same_args(mine, theirs) or self._lines.get(line) not in (None, other):
+    def _learn(self, number: int) -> bool:
+        """Return whether the collectives under a number fit, and if so, remember that their lines
+        met.
+        """
+        mine, theirs = self._ops[number], self._usual[number]
+        line, other = _line_of(mine), _line_of(theirs)
+        if not self._same_args(mine, theirs) or self._lines.get(line) not in (None, other):
             return False
         self._lines[line] = other
         return True
 
-    def fits(self, mine: Collective, theirs: Collective) -> bool:
+    def _fits(self, mine: Collective, theirs: Collective) -> bool:
         """Return whether the collectives are equal, up to lines that met before or that are new."""
-        line, other = line_of(mine), line_of(theirs)
-        return self.same_args(mine, theirs) and (
-            line == other or self._lines.get(line) in (None, other)
-        )
+        line, other = _line_of(mine), _line_of(theirs)
+        met_before = self._lines.get(line)
+        return self._same_args(mine, theirs) and (line == other or met_before in (None, other))
 
+    def _shift_by(self, by: int, start: int) -> Shift | None:
+        """Return the shift by so many collectives, if enough of those that follow fit then: 2 of
+        them; 3 from 2 places where only lines differ; or the only one that can, if it is the last
+        one.
 
-def _find_shift(
-    rank: int, track: Track, usual: Mapping[int, Collective], *, cut: bool
-) -> Shift | None:
-    """Return the smallest shift after which the rank's collectives fit those of the others; None if
-    there is none.
+        Args:
+            by: positive if the rank skipped collectives, negative if it issued extra ones.
+            start: the first number under which the rank and the others differ.
+        """
+        ops, usual = self._ops, self._usual
+        first = start if by > 0 else self._first_extra(start, by)
+        pairs = [*self._met_after(first, by)]
+        if not all(self._fits(mine, theirs) for mine, theirs in pairs):
+            return None
+        if first == start and self._same_args(ops[start], usual[start]):
+            places = {(_line_of(mine), mine.step) for mine, _ in pairs}
+            enough = len(pairs) >= _MATCHES_OF_LINES and len(places) >= _PLACES
+        else:
+            is_last = min(max(ops), max(usual) - by) <= first + 1
+            differs = _line_of(ops[start]) != _line_of(usual[start])
+            one_decides = abs(by) == 1 and is_last and differs and not self._cut
+            enough = len(pairs) >= (1 if one_decides else _MATCHES)
+        if not enough:
+            return None
+        skipped = usual[first] if by > 0 else ops[first]
+        departure: Departure = "skipped" if by > 0 else "extra"
+        return Shift(self._rank, first, by, skipped, ops[first], len(pairs), departure)
 
-    ``cut``: the rank issued more than its records show.
-    """
-    numbers = sorted(set(track.ops) & set(usual))
-    if not numbers:
-        return None
-    # Steps that differ from the first record on are not comparable: a rank counts none, or starts
-    # elsewhere.
-    matcher = _Matcher(compare_steps=track.ops[numbers[0]].step == usual[numbers[0]].step)
-    start = next(
-        (number for number in numbers if not matcher.learn(track.ops[number], usual[number])), None
-    )
-    if start is None:
-        return None
-    furthest = min(_FURTHEST, max(max(track.ops), max(usual)) - start + 1)
-    for distance in range(1, furthest + 1):
-        by_distance = (
-            _shift_by(by, rank, track, usual, start, matcher, cut=cut)
-            for by in (distance, -distance)
-        )
-        found = [shift for shift in by_distance if shift is not None]
-        if found:
-            return (
-                found[0] if len(found) == 1 else _likelier_shift(found[0], found[1], track, usual)
+    def _first_extra(self, start: int, by: int) -> int:
+        """Return the number of the first extra collective, which may have paired up unnoticed
+        before the first visible difference, at ``start``.
+
+        Say the rank issues an extra one from line 30, which is new, so its line may legally
+        differ::
+
+            number   1   2   3   4
+            others  20  21  22  23
+            rank    20  30  21  22
+
+        With ``by`` -1 and ``start`` 3, where line 21, which met line 21 before, meets 22, it is
+        number 2: there the lines differ, and the rank's line under number 3 is that of the others
+        under 2.
+        """
+        for number in range(start - 1, max(min(self._ops), start - _EARLIER) - 1, -1):
+            own, later = self._ops.get(number), self._ops.get(number - by)
+            other = self._usual.get(number)
+            if not (own and later and other) or _line_of(later) != _line_of(other):
+                return start
+            if _line_of(own) != _line_of(other):
+                return number
+        return start
+
+    def _likelier(self, skipped: Shift, extra: Shift) -> Shift:
+        """Return, of two shifts that both fit, the one after which more lines are equal."""
+        by_skipped, by_extra = (
+            sum(
+                _line_of(mine) != _line_of(theirs)
+                for mine, theirs in self._met_after(shift.number, shift.by)
             )
-    return None
+            for shift in (skipped, extra)
+        )
+        if by_skipped == by_extra:
+            skipped.departure = "either"
+        return extra if by_extra < by_skipped else skipped
+
+    def _met_after(self, start: int, by: int) -> Iterator[tuple[Collective, Collective]]:
+        """Yield the rank's collectives from ``start`` on that come in a shift by ``by``, with those
+        of the others that they then meet.
+        """
+        for number, mine in self._ops.items():
+            theirs = self._usual.get(number + by)
+            if number >= start - min(by, 0) and theirs is not None:
+                yield mine, theirs
 
 
-def _shift_by(
-    by: int,
-    rank: int,
-    track: Track,
-    usual: Mapping[int, Collective],
-    start: int,
-    matcher: _Matcher,
-    *,
-    cut: bool,
-) -> Shift | None:
-    """Return the shift by so many collectives, if enough of those that follow fit then: 2 of them;
-    3 from 2 places where only lines differ; or the only one that can, if it is the last one.
-
-    Args:
-        by: positive if the rank skipped collectives, negative if it issued extra ones.
-        rank: that may be out of step.
-        track: of the rank.
-        usual: the collectives of the others, by number.
-        start: the first number under which the rank and the others differ.
-        matcher: has learned the lines that met before.
-        cut: whether the rank issued more than its records show.
+def _shift_of_a_half(
+    job: JobIndex, tracks: Mapping[int, Track], sides: Sequence[Sequence[int]]
+) -> list[Shift]:
+    """Return the shift of one of two ranks, or of two ranks of different halves: each seems out of
+    step to the other. Of two ranks, it is the one that leaves its routine.
     """
-    first = start if by > 0 else _first_extra(track, usual, start, by)
-    matches, places = _count_matches(track, usual, first, by, matcher)
-    if first == start and matcher.same_args(track.ops[start], usual[start]):
-        enough = matches >= _MATCHES_OF_LINES and places >= _PLACES
-    else:
-        is_last = min(max(track.ops), max(usual) - by) <= first + 1
-        differs = line_of(track.ops[start]) != line_of(usual[start])
-        one_decides = abs(by) == 1 and is_last and differs and not cut
-        enough = matches >= (1 if one_decides else _MATCHES)
-    if not enough:
-        return None
-    own = track.ops[first]
-    if by > 0:
-        return Shift(rank, first, by, usual[first], own, matches, "skipped")
-    return Shift(rank, first, by, own, own, matches, "extra")
-
-
-def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: int) -> int:
-    """Return the number of the first extra collective, which may have paired up unnoticed before
-    the first visible difference, at ``start``.
-
-    Say the rank issues an extra one from line 30, which is new, so its line may legally differ::
-
-        number   1   2   3   4
-        others  20  21  22  23
-        rank    20  30  21  22
-
-    With ``by`` -1 and ``start`` 3, where line 21, which met line 21 before, meets 22, it is number
-    2: there the lines differ, and the rank's line under number 3 is that of the others under 2.
-    """
-    for number in range(start - 1, max(min(track.ops), start - _EARLIER) - 1, -1):
-        own, other, later = track.ops.get(number), usual.get(number), track.ops.get(number - by)
-        if own is None or other is None or later is None or line_of(later) != line_of(other):
-            return start
-        if line_of(own) != line_of(other):
-            return number
-    return start
-
-
-def _likelier_shift(
-    skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Collective]
-) -> Shift:
-    """Return, of two shifts that both fit, the one after which more lines are equal."""
-
-    def differ(shift: Shift) -> int:
-        met = _met_after(track, usual, shift.number, shift.by)
-        return sum(line_of(mine) != line_of(theirs) for mine, theirs in met)
-
-    by_skipped, by_extra = differ(skipped), differ(extra)
-    if by_skipped == by_extra:
-        skipped.departure = "either"
-    return extra if by_extra < by_skipped else skipped
-
-
-def _count_matches(
-    track: Track, usual: Mapping[int, Collective], start: int, by: int, matcher: _Matcher
-) -> tuple[int, int]:
-    """Return how many collectives from ``start`` on fit if shifted by ``by``, and from how many
-    lines and steps; 0, 0 if one does not.
-    """
-    matching: list[Collective] = []
-    for mine, theirs in _met_after(track, usual, start, by):
-        if not matcher.fits(mine, theirs):
-            return 0, 0
-        matching.append(mine)
-    return len(matching), len({(line_of(op), op.step) for op in matching})
-
-
-def _met_after(
-    track: Track, usual: Mapping[int, Collective], start: int, by: int
-) -> Iterator[tuple[Collective, Collective]]:
-    """Yield the rank's collectives from ``start`` on that come in a shift by ``by``, with those of
-    the others that they then meet.
-    """
-    first = start - min(by, 0)
-    for number, mine in track.ops.items():
-        if number >= first and (theirs := usual.get(number + by)) is not None:
-            yield mine, theirs
-
-
-def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
-    """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to
-    the other.
-    """
-    first, second = sorted(tracks)
+    first, second = (side[0] for side in sides)
     pairs = ((first, second), (second, first))
-    cut = any(job.views[rank].lost_newest for rank in tracks)
-    shifts = [
-        shift
-        for rank, other in pairs
-        if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None
-    ]
-    left = [shift.rank for shift in shifts if leaves_routine(job.views[shift.rank], shift.own)]
-    changed_pace = [shift.rank for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
-    sides = [[first], [second]]
-    culprits, _ = by_routine(sides, left) or by_routine(sides, changed_pace) or UNDECIDED
-    if culprits:
-        return [shift for shift in shifts if shift.rank in culprits]
+    cut = any(job.views[rank].lost_newest for rank in (first, second))
+    searches = (_ShiftSearch(rank, tracks[rank].ops, tracks[met].ops, cut) for rank, met in pairs)
+    shifts = [shift for search in searches if (shift := search.find()) is not None]
+    if len(tracks) == 2:
+        left = [each.rank for each in shifts if leaves_routine(job.views[each.rank], each.own)]
+        changed_pace = [each.rank for each in shifts if _changes_pace(tracks[each.rank], each.own)]
+        culprits, _ = by_routine(sides, left) or by_routine(sides, changed_pace) or UNDECIDED
+        if culprits:
+            return [shift for shift in shifts if shift.rank in culprits]
     # both say the same, each seen from one rank: return the one that skipped a collective
-    return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
+    ahead = next((shift for shift in shifts if shift.by > 0), None)
+    if ahead is None:
+        return []
+    ahead.other = first + second - ahead.rank
+    return [ahead]
 
 
 def _changes_pace(track: Track, op: Collective) -> bool:
@@ -474,7 +454,7 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     # the odd one.
     base, *others = sorted(tracks)
     # the branch that swaps them may issue them from other lines, through the same functions
-    for line in (line_of, lambda op: op.call_lines[:1] or None):
+    for line in (_line_of, lambda op: op.call_lines[:1] or None):
         swaps = [
             swap
             for rank in others

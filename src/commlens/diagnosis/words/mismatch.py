@@ -413,8 +413,8 @@ def _shifted(case: MismatchCase, shift: Shift) -> str:
     """Return how a rank's collectives match earlier or later ones of the others."""
     number, subject, own = case.mismatch.number, ranks_phrase(case.suspects), case.paths[0].phrase
     so_on = _and_so_on(shift.matches)
-    if case.mismatch.tie:
-        other = rank_phrase(next(rank for rank in case.suspects if rank != shift.rank))
+    if case.mismatch.tie and shift.other is not None:
+        other = rank_phrase(shift.other)
         times = count(shift.by, "collective")
         return (
             f"#{number} of {rank_phrase(shift.rank)} matches #{number + shift.by} of"
