@@ -52,8 +52,13 @@ _WRITTEN_NS = 20_000_000  # a file's time comes from a clock that ticks a hundre
 _WRITTEN_SECONDS_NS = 2_000_000_000  # a zip file's times are even seconds
 _ROUTINE_WINDOW = 400  # operations before the head within which a rank may have left its routine
 
-ChannelName = tuple[str, str, tuple[int, ...]]
-"""Group name, description and ranks; the ranks are empty if a dump does not record them."""
+
+class ChannelName(NamedTuple):
+    """What a dump says of a channel's group; the ranks are empty if it does not record them."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
 
 
 def index_dumps(dumps: Sequence[RankColumns], stalled_after_s: float) -> JobIndex:
@@ -100,17 +105,25 @@ class _DumpIndexer:
         self.channels: dict[ChannelKey, Channel] = {}
         self._ids = SharedIds()
         self._unified = _unify_channels(dumps)
-        self.unlisted = frozenset(one.key for name, one in self._unified.items() if not name[2])
+        self.unlisted = frozenset(one.key for name, one in self._unified.items() if not name.ranks)
         _find_in_flight(dumps, self._unified)
         self._latest = max(map(_newest_ns, dumps), default=0)
         self._fullest = max((dump.unbroken for dump in dumps if not dump.lost_entries), default=0)
+        # a recorder's ring buffer has a round number of records, or a power of two
+        is_round = self._fullest % 100 == 0 or self._fullest.bit_count() == 1
+        self._may_be_full = self._fullest >= _RING_BUFFER_MIN and is_round
         self._recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
         self._written = _written_ns(dumps)
 
     def view_of(self, dump: RankColumns) -> RankView:
         """Return the index of a rank's dump, and add its channels to the job's."""
         history = RankOps(dump, [self._unified[_name(one)] for one in dump.channels], self._ids)
-        _add_collectives(dump, history, self._recent)
+        # as objects: the newest operations, and the oldest in flight
+        in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
+        newest = range(len(dump))[-self._recent :]
+        dump.collectives = [history.op(row) for row in sorted({*in_flight, *newest})]
+        dump.initialised = True
+        dump.versions = {dump.origin: dump.version} if dump.version else {}
         # Where a full ring buffer lists only what is in flight, the oldest may be overwritten. A
         # dump of which entries were lost may have been full.
         full = dump.unbroken == self._fullest or dump.lost_entries
@@ -124,20 +137,11 @@ class _DumpIndexer:
             wrapped=dump.wrapped,
             first_ns=0 if dump.only_active or not len(dump) else int(dump.created_ns[0]),
             written_ns=0 if dump.is_log else self._written[dump.rank],
-            head_lost=dump.only_active and full and _may_be_buffer_size(self._fullest),
+            head_lost=dump.only_active and full and self._may_be_full,
         )
         _add_tracks(view, history, self.channels)
         _find_heads(view, history, self.limit)
         return view
-
-
-def _add_collectives(dump: RankColumns, history: RankOps, recent: int) -> None:
-    """Add the newest operations to a rank's log, and the oldest in flight, as objects."""
-    in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
-    newest = range(len(dump))[-recent:]
-    dump.collectives = [history.op(row) for row in sorted({*in_flight, *newest})]
-    dump.initialised = True
-    dump.versions = {dump.origin: dump.version} if dump.version else {}
 
 
 def _add_tracks(view: RankView, history: RankOps, channels: dict[ChannelKey, Channel]) -> None:
@@ -231,18 +235,11 @@ def _gave_up(dump: RankColumns) -> bool:
     return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
 
 
-def _may_be_buffer_size(records: int) -> bool:
-    """Return whether this may be the size of a recorder's ring buffer: a round number or a power of
-    two.
-    """
-    return records >= _RING_BUFFER_MIN and (records % 100 == 0 or records.bit_count() == 1)
-
-
 # --- one channel for all ranks
 
 
 def _name(channel: Channel) -> ChannelName:
-    return (channel.group.name, channel.group.description, channel.group.ranks)
+    return ChannelName(channel.group.name, channel.group.description, channel.group.ranks)
 
 
 def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
@@ -250,38 +247,30 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
     not record them: those that another dump records, else those that use it.
     """
     found: dict[ChannelName, Channel] = {}
-    # by name and description: ranks whose dumps do not record the group's ranks
-    users: dict[tuple[str, str], set[int]] = defaultdict(set)
-    recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
-    # by name: global ranks by their numbers in the group
+    users: dict[ChannelName, set[int]] = defaultdict(set)
+    # by a group's name: global ranks by their numbers in the group
     numbers: dict[str, dict[int, int]] = defaultdict(dict)
+    world_size = 0
     for dump in dumps:
+        world_size = max(world_size, dump.rank + 1, dump.world_size)
         for group, number in dump.numbers.items():
             numbers[group][number] = dump.rank
         for channel in [*dump.channels, *dump.groups]:
-            name = _name(channel)
-            found.setdefault(name, channel)
-            if name[2]:
-                recorded[name[:2]].add(name[2])
-            else:
-                users[name[:2]].add(dump.rank)
-    # the default group has all ranks, also those that left no dump
-    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))
-    one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
-    for name, channel in list(found.items()):
-        if name[2]:
-            continue
-        known = list(filter(users[name[:2]].issubset, recorded[name[:2]]))
-        members = users[name[:2]] | _ranks_between(numbers[name[0]])
-        ranks = known[0] if len(known) == 1 else tuple(sorted(members))
-        if not known and channel.group.description == "default_pg" and one_default:
-            ranks = tuple(all_ranks)
-        full_name = (*name[:2], ranks)
-        if full_name not in found:
-            found[full_name] = Channel(
-                msgspec.structs.replace(channel.group, ranks=ranks), channel.device
-            )
-        found[name] = found[full_name]
+            found.setdefault(_name(channel), channel)
+            users[_name(channel)].add(dump.rank)
+    recorded = grouped((name[:2], name.ranks) for name in found if name.ranks)
+    defaults = {name.name for name in found if name.description == "default_pg"}
+    for name in [name for name in found if not name.ranks]:
+        known = [ranks for ranks in recorded.get(name[:2], ()) if users[name].issubset(ranks)]
+        if len(known) == 1:
+            ranks = known[0]
+        elif not known and name.description == "default_pg" and len(defaults) == 1:
+            ranks = tuple(range(world_size))  # also those that left no dump
+        else:
+            ranks = tuple(sorted(users[name] | _ranks_between(numbers[name.name])))
+        whole = msgspec.structs.replace(found[name].group, ranks=ranks)
+        channel = Channel(whole, found[name].device)
+        found[name] = found.setdefault(name._replace(ranks=ranks), channel)
     return found
 
 
@@ -296,12 +285,10 @@ def _ranks_between(ranks: Mapping[int, int]) -> set[int]:
     several = len(known) > 2
     if rest or not (step == 1 or (several and step > 1)):
         return set()
-    (number, rank), last = known[0], known[-1][0]
+    (number, rank), (last, _) = known[0], known[-1]
     first = rank - number * step
-    return (
-        set(range(first if several else rank, first + last * step + 1, step))
-        if first >= 0
-        else set()
+    return set(
+        range(first if several else rank, first + last * step + 1, step) if first >= 0 else ()
     )
 
 
@@ -387,16 +374,13 @@ def _written_ns(dumps: Sequence[RankColumns]) -> dict[int, int]:
     Some archives and object stores keep full seconds, or another time altogether: then a file is
     older than what it holds.
     """
-    latest = {
-        dump.rank: (
-            dump.written_ns
-            + (_WRITTEN_NS if dump.written_ns % 1_000_000_000 else _WRITTEN_SECONDS_NS)
-        )
-        for dump in dumps
-    }
-    if any(dump.written_ns and latest[dump.rank] < _newest_ns(dump) for dump in dumps):
-        return dict.fromkeys(latest, 0)
-    return {dump.rank: latest[dump.rank] if dump.written_ns else 0 for dump in dumps}
+    latest = dict.fromkeys((dump.rank for dump in dumps), 0)
+    for dump in dumps:
+        if dump.written_ns:
+            inexact = _WRITTEN_NS if dump.written_ns % 1_000_000_000 else _WRITTEN_SECONDS_NS
+            latest[dump.rank] = dump.written_ns + inexact
+    is_wrong = any(0 < latest[dump.rank] < _newest_ns(dump) for dump in dumps)
+    return dict.fromkeys(latest, 0) if is_wrong else latest
 
 
 def _find_outdated(job: JobIndex) -> None:
@@ -406,19 +390,15 @@ def _find_outdated(job: JobIndex) -> None:
     What such a rank did last is unknown: it issued more than its dump holds, and is no longer in
     what its dump has in flight.
     """
-    outdated: set[int] = set()
     for key, users in job.users.items():
         done = [op for rank in users if (op := _newest_left(job.views[rank], key)) is not None]
-        if done:
-            newest = max(done, key=lambda op: op.sequence_number)
-            outdated |= {
-                rank
-                for rank in key[2]
-                if rank in job.views and _ends_before(job.views[rank], newest)
-            }
-    for rank in outdated:
-        job.views[rank].outdated = True
-    _unblock(job.views[rank] for rank in outdated)
+        if not done:
+            continue
+        newest = max(done, key=lambda op: op.sequence_number)
+        for view in (job.views[rank] for rank in key[2] if rank in job.views):
+            is_complete = not view.is_log and (not view.wrapped or key in view.tracks)
+            view.outdated = view.outdated or (is_complete and lacks(view, newest))
+    _unblock(view for view in job.views.values() if view.outdated)
 
 
 def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
@@ -438,12 +418,6 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
     return None
 
 
-def _ends_before(view: RankView, op: Collective) -> bool:
-    """Return whether a rank's dump is complete, and ends before the rank issued this collective."""
-    overwritten = view.wrapped and op.channel.key not in view.tracks
-    return not (view.is_log or overwritten) and lacks(view, op)
-
-
 def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
@@ -454,15 +428,17 @@ def _is_moving(job: JobIndex) -> bool:
         key: max(_completed(job.views[rank], key) for rank in users)
         for key, users in job.users.items()
     }
-    late = 0
-    for view in job.views.values():
-        running = [
-            (key, track)
+    late = [
+        view
+        for view in job.views.values()
+        if any(
+            track.open
+            and track.open[0] <= completed[key]
+            and track.ops[track.open[0]].op not in ROOTED
             for key, track in view.tracks.items()
-            if track.open and track.ops[track.open[0]].op not in ROOTED
-        ]
-        late += any(track.open[0] <= completed[key] for key, track in running)
-    return late > 1 and late * 2 >= len(job.views)
+        )
+    ]
+    return len(late) > 1 and len(late) * 2 >= len(job.views)
 
 
 def _completed(view: RankView, key: ChannelKey) -> int:
@@ -472,11 +448,8 @@ def _completed(view: RankView, key: ChannelKey) -> int:
     """
     track = view.tracks[key]
     lists_completed = view.dump is None or not view.dump.only_active or view.head_lost
-    return (
-        track.completed
-        if lists_completed or not track.open
-        else max(track.completed, track.open[0] - 1)
-    )
+    before_open = track.open[0] - 1 if track.open and not lists_completed else 0
+    return max(track.completed, before_open)
 
 
 def _unblock(views: Iterable[RankView]) -> None:
