@@ -32,7 +32,7 @@ from commlens.diagnosis.align.tie_break import (
     by_routine,
     is_majority,
 )
-from commlens.diagnosis.index.job_index import JobIndex, Track
+from commlens.diagnosis.index.job_index import JobIndex, RankView, Track
 from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
@@ -403,27 +403,31 @@ def _shift_of_a_half(
     cut = any(job.views[rank].lost_newest for rank in (first, second))
     searches = (_ShiftSearch(rank, tracks[rank].ops, tracks[met].ops, cut) for rank, met in pairs)
     shifts = [shift for search in searches if (shift := search.find()) is not None]
-    if len(tracks) == 2:
-        left = [each.rank for each in shifts if leaves_routine(job.views[each.rank], each.own)]
-        changed_pace = [each.rank for each in shifts if _changes_pace(tracks[each.rank], each.own)]
-        culprits, _ = by_routine(sides, left) or by_routine(sides, changed_pace) or UNDECIDED
-        if culprits:
-            return [shift for shift in shifts if shift.rank in culprits]
+    # of two halves, the routine of one rank says nothing of the others
+    culprits = _off_routine(job, tracks, shifts) if len(tracks) == 2 else ()
+    if culprits:
+        return [shift for shift in shifts if shift.rank in culprits]
     # both say the same, each seen from one rank: return the one that skipped a collective
-    ahead = next((shift for shift in shifts if shift.by > 0), None)
-    if ahead is None:
-        return []
-    ahead.other = first + second - ahead.rank
-    return [ahead]
+    ahead = [shift for shift in shifts if shift.by > 0][:1]
+    for shift in ahead:
+        shift.other = first + second - shift.rank
+    return ahead
 
 
-def _changes_pace(track: Track, op: Collective) -> bool:
+def _off_routine(job: JobIndex, ranks: Iterable[int], shifts: Sequence[Shift]) -> tuple[int, ...]:
+    """Return the one of two ranks out of step that leaves its routine; none if nothing tells."""
+    sides = [[rank] for rank in sorted(ranks)]
+    left = [each.rank for each in shifts if leaves_routine(job.views[each.rank], each.own)]
+    changed_pace = [each.rank for each in shifts if _changes_pace(job.views[each.rank], each.own)]
+    return (by_routine(sides, left) or by_routine(sides, changed_pace) or UNDECIDED).culprits
+
+
+def _changes_pace(view: RankView, op: Collective) -> bool:
     """Return whether a rank did another number of optimizer steps before this op than before any of
     its earlier ones.
     """
-    steps = [
-        track.ops[number].step for number in sorted(track.ops) if number <= op.sequence_number
-    ][-_RECENT:]
+    ops = view.tracks[op.channel.key].ops
+    steps = [ops[number].step for number in sorted(ops) if number <= op.sequence_number][-_RECENT:]
     gaps = [later - earlier for earlier, later in pairwise(steps)]
     return len(gaps) > 2 and gaps[-1] not in gaps[:-1]
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -185,32 +185,34 @@ def _is_due(text: str, position: int, letter: str) -> bool | None:
 
 
 def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
-    """Return the letters that followed the longest earlier occurrences of the context before
-    ``position``, and how far back the latest is: in ``abbcabbcab``, at the end, ``b``, and 4.
+    """Return the letters that came at the earlier places like ``position``, and how far back the
+    latest of these is: in ``abbcabbcab``, at the end, ``b``, and 4. Places are alike if the same
+    letters come before them, as many as possible.
 
-    No letters without earlier occurrences, or if a short context was followed by different letters.
-    Unless ``sure``, also none if what repeats may be a loop over layers or parameters: all loops
-    end once.
+    No letters if there are no such places, or if few letters are the same and different ones
+    followed. Unless ``sure``, also none if what repeats may be a loop over layers or parameters:
+    all loops end once.
     """
-    history = text[:position]
     for length in _CONTEXTS:
-        if length > position:
-            continue
-        context = history[-length:]
-        sequels: set[str] = set()
-        seen = 0
-        at = latest = history.rfind(context, 0, position - 1)  # the last one before the end
-        while at >= 0 and seen < _OCCURRENCES:
-            sequels.add(text[at + length])
-            seen += 1
-            at = history.rfind(context, 0, at + length - 1)
-        if seen >= _SEEN:
-            period = position - length - latest
-            decides = len(sequels) == 1 or length >= _LONG_CONTEXT
+        places = [*islice(_places_like(text, position, length), _OCCURRENCES)]
+        if len(places) >= _SEEN:
+            letters, period = {text[place] for place in places}, position - places[0]
+            decides = len(letters) == 1 or length >= _LONG_CONTEXT
             if decides and (sure or _is_inside_loop(text, position, period)):
-                return sequels, period
+                return letters, period
             return set(), period
     return set(), 0
+
+
+def _places_like(text: str, position: int, length: int) -> Iterator[int]:
+    """Yield the earlier places before which the same ``length`` letters come as before
+    ``position``, the latest first.
+    """
+    if length <= position:
+        context, place = text[position - length : position], position
+        while (start := text.rfind(context, 0, place - 1)) >= 0:
+            place = start + length
+            yield place
 
 
 def _is_inside_loop(text: str, position: int, period: int) -> bool:
@@ -231,8 +233,8 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     """Return whether a rank has just entered a part of the program where it never was before, such
     as the evaluation after the first epoch: then the others may be wrong to stay away.
 
-    It did if its last collectives, up to this one, are all from lines that it issued nothing from
-    before them.
+    It has if its last collectives, up to this one, come from lines that issued none before. After
+    many collectives or several steps there, that part is routine.
     """
     lines = ops[position].call_lines
     if _has_passed_often(ops, position):
@@ -241,9 +243,8 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
         is_new = all(op.call_lines != lines for op in ops[:position])
         return is_new and _is_after_loop(lines, ops[position - 1].call_lines)
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
-    is_too_long = first < position - _LONGEST_VISIT
-    is_routine_by_now = ops[position].step >= ops[first].step + _REPEATS
-    if not lines or first == 0 or is_too_long or is_routine_by_now:
+    is_long = first < position - _LONGEST_VISIT or ops[position].step >= ops[first].step + _REPEATS
+    if not lines or first == 0 or is_long:
         return False
     visited = {op.call_lines for op in ops[first : position + 1]}
     return all(op.call_lines not in visited for op in ops[:first])
@@ -390,7 +391,7 @@ def find_loop(view: RankView) -> Loop | None:
     rounds, more = divmod(len(text) - start, period)
     if not _is_within_steps(ops[start:], period):
         return None
-    latest = ops[len(ops) - period :]
+    latest = ops[-period:]
     return Loop([*latest[period - more :], *latest[: period - more]], rounds, more)
 
 

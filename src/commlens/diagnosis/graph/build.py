@@ -15,6 +15,7 @@ the node of its thread, which is followed in turn.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.align.alignment import RecordMismatch, from_any, pair_with_any_source
@@ -285,7 +286,7 @@ class _GraphBuilder:
                 arrivals.add_without_record(view, issued, last_ns)
             elif not lost_count(view, key, number):
                 arrivals.add_met(view, op)
-        arrivals.no_record += [member for member in key[2] if member not in self.job.views]
+        arrivals.no_record += sorted(set(key[2]) - self.job.views.keys())
         # In logs, a rank that prints nothing is not missing.
         if key in self.job.unlisted and not self.job.views[self.job.users[key][0]].is_log:
             # it may be one of the group
@@ -431,18 +432,19 @@ def _blocks_of(view: RankView, key: ChannelKey) -> list[BlockedThread]:
     thread = _thread_of(view, key)
     if thread in stuck:
         return [stuck[thread]]
-    stacks = (each for each in view.log.stacks if each.thread == thread and each.frames)
-    stack = next(stacks, None)
-    alone = [*stuck.values()] if len(stuck) == 1 else []
+    stack = {each.thread: each for each in view.log.stacks if each.frames}.get(thread)
     if stack is not None and stack.waits_for_thread:
         return [*stuck.values()]  # for the end or the result of one of them
-    if stack is None and thread != view.main_thread:
+    if stack is None and view.main_thread in stuck:
         # An autograd thread has no Python stack: its main thread holds it up.
-        return [stuck[view.main_thread]] if view.main_thread in stuck else alone
-    # A lock that it waits for can be released by the one stuck thread alone, if all others wait for
-    # locks.
-    in_locks = all(each.in_lock or each.thread in stuck for each in view.log.stacks)
-    return alone if stack is not None and in_locks else []
+        return [stuck[view.main_thread]]
+    may_wait = thread != view.main_thread if stack is None else _others_wait_for_locks(view, stuck)
+    return [*stuck.values()] if may_wait and len(stuck) == 1 else []
+
+
+def _others_wait_for_locks(view: RankView, stuck: Collection[int]) -> bool:
+    """Return whether only the stuck threads can release the locks that all others wait for."""
+    return all(each.in_lock or each.thread in stuck for each in view.log.stacks)
 
 
 def _thread_of(view: RankView, key: ChannelKey) -> int:

@@ -247,7 +247,8 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
     not record them: those that another dump records, else those that use it.
     """
     found: dict[ChannelName, Channel] = {}
-    users: dict[ChannelName, set[int]] = defaultdict(set)
+    users: dict[ChannelName, set[int]] = defaultdict(set)  # of groups whose ranks are not recorded
+    recorded: dict[tuple[str, str], set[tuple[int, ...]]] = defaultdict(set)
     # by a group's name: global ranks by their numbers in the group
     numbers: dict[str, dict[int, int]] = defaultdict(dict)
     world_size = 0
@@ -256,18 +257,21 @@ def _unify_channels(dumps: Iterable[RankColumns]) -> dict[ChannelName, Channel]:
         for group, number in dump.numbers.items():
             numbers[group][number] = dump.rank
         for channel in [*dump.channels, *dump.groups]:
-            found.setdefault(_name(channel), channel)
-            users[_name(channel)].add(dump.rank)
-    recorded = grouped((name[:2], name.ranks) for name in found if name.ranks)
-    defaults = {name.name for name in found if name.description == "default_pg"}
-    for name in [name for name in found if not name.ranks]:
-        known = [ranks for ranks in recorded.get(name[:2], ()) if users[name].issubset(ranks)]
+            name = _name(channel)
+            found.setdefault(name, channel)
+            if name.ranks:
+                recorded[name[:2]].add(name.ranks)
+            else:
+                users[name].add(dump.rank)
+    defaults = {name[:2] for name in found if name.description == "default_pg"}
+    for name, known_users in users.items():
+        known = list(filter(known_users.issubset, recorded[name[:2]]))
         if len(known) == 1:
             ranks = known[0]
-        elif not known and name.description == "default_pg" and len(defaults) == 1:
+        elif not known and defaults == {name[:2]}:
             ranks = tuple(range(world_size))  # also those that left no dump
         else:
-            ranks = tuple(sorted(users[name] | _ranks_between(numbers[name.name])))
+            ranks = tuple(sorted(known_users | _ranks_between(numbers[name.name])))
         whole = msgspec.structs.replace(found[name].group, ranks=ranks)
         channel = Channel(whole, found[name].device)
         found[name] = found.setdefault(name._replace(ranks=ranks), channel)
