@@ -59,25 +59,26 @@ main()
 
 SLOTS = """
 import sys
-from commlens.watch.nodes.beat import decoded, key
+from commlens.watch.nodes.beat import Beat, decoded, key
 from commlens.watch.nodes.store_client import StoreClient
 
 client = StoreClient(sys.argv[1], int(sys.argv[2]), answer_s=20.0)
-beats = map(decoded, client.get([key("node", slot) for slot in range(int(sys.argv[3]))]))
+values = client.get([key("node", slot) for slot in range(int(sys.argv[3]))])
+beats = [decoded(value, Beat) for value in values]
 assert client.existing_keys([key("look-states", 0)])
 print("slots", *(f"{beat.slot}={min(beat.ranks)}" for beat in beats), "of the tree", flush=True)
 """
 
 KILL = """
 import os, signal, sys, time
-from commlens.watch.nodes.beat import decoded, key
+from commlens.watch.nodes.beat import Beat, decoded, key
 from commlens.watch.nodes.store_client import StoreClient
 
 address, port, pids = sys.argv[1], int(sys.argv[2]), dict(pair.split("=") for pair in sys.argv[3:])
 client = StoreClient(address, port, answer_s=20.0)
 while True:
     keys = client.existing_keys([key("node", slot) for slot in range(8)])
-    beats = [beat for beat in map(decoded, client.get(keys)) if beat is not None]
+    beats = [beat for value in client.get(keys) if (beat := decoded(value, Beat)) is not None]
     reporter = next((beat for beat in beats if beat.asked and beat.asked.tree), None)
     if reporter is not None:
         # the one with most nodes below it that neither reports nor serves the store

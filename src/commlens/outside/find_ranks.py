@@ -83,12 +83,7 @@ def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundWo
         name = wanted or job_name
         about = f" that match {name!r}" if name else ""
         here = all_worlds()
-        matching = [
-            world
-            for world in here
-            if any(wanted is None or wanted in one.command for one in world.ranks)
-            and any(job_name is None or job_name in one.names for one in world.ranks)
-        ]
+        matching = [world for world in here if _matches(world, wanted, job_name)]
         several = f"Several jobs{about} run on this machine"
         if not matching:
             own = f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
@@ -101,6 +96,12 @@ def find_worlds(wanted: str | None, job_name: str | None = None) -> list[FoundWo
     if any(found.isdisjoint(world.pids) for world in matching):
         raise CommandError(f"{several}: {_choice_among(matching)}")
     return worlds
+
+
+def _matches(world: FoundWorld, wanted: str | None, job_name: str | None) -> bool:
+    return any(wanted is None or wanted in one.command for one in world.ranks) and any(
+        job_name is None or job_name in one.names for one in world.ranks
+    )
 
 
 def _connected_with(first: FoundWorld, here: Sequence[FoundWorld]) -> list[FoundWorld]:

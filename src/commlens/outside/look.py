@@ -69,12 +69,7 @@ def look_at(
         one.pid: _sample(one, of_rank, observer, native=native)
         for one, of_rank in zip(ranks, zip(*looks, strict=True), strict=True)
     }
-    seen = [sample.log.observation for sample in samples.values()]
-    notes = sorted({each.stacks_note for each in seen if each.stacks_note})
-    if notes and not any(each.stacks for each in seen):
-        raise EvidenceError(
-            f"The stacks of {process.script_of(ranks[0].command)} cannot be read: {notes[0]}."
-        )
+    _require_stacks(ranks, [sample.log.observation for sample in samples.values()])
     for link, free in links_between(samples if len(worlds) > 1 else ()).items():
         for pid, other in (link, link[::-1]) if free else ():
             samples[pid].linked.append(other)
@@ -83,6 +78,15 @@ def look_at(
         dumps = take_dumps(ranks)
         found[0].notes, found[0].dumps = dumps.notes, dumps.files
     return found
+
+
+def _require_stacks(ranks: Sequence[RankProcess], seen: Sequence[Observation]) -> None:
+    """Raise an EvidenceError if no stack could be read."""
+    notes = sorted({each.stacks_note or "" for each in seen} - {""})
+    if notes and not any(each.stacks for each in seen):
+        raise EvidenceError(
+            f"The stacks of {process.script_of(ranks[0].command)} cannot be read: {notes[0]}."
+        )
 
 
 def _of_world(world: FoundWorld, samples: list[RankSample], spent_s: float) -> HostSamples:

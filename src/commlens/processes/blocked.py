@@ -195,8 +195,7 @@ def _file(pid: int, call: str, descriptor: int) -> str:
     """Return what the process waits for in a call on an open file."""
     target = _target(pid, descriptor)
     if target.startswith("socket:["):
-        inode = int(target[8:-1])
-        peer = next((_address(row.remote) for row in tcp_rows(pid) if row.inode == inode), "")
+        peer = _peer(pid, int(target[8:-1]))
         if call == "accept" or (call == "connect" and not peer):
             return "it waits for a connection"
         return {
@@ -222,6 +221,11 @@ def _target(pid: int, descriptor: int) -> str:
         return printable(os.readlink(f"/proc/{pid}/fd/{descriptor}"))  # noqa: PTH115 - of a socket or a pipe, this is no path
     except OSError:
         return ""
+
+
+def _peer(pid: int, inode: int) -> str:
+    """Return the address of the other side of a TCP socket; empty for other sockets."""
+    return next((_address(row.remote) for row in tcp_rows(pid) if row.inode == inode), "")
 
 
 def _address(text: str) -> str:

@@ -9,7 +9,7 @@ round by round until no further rank is waited for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from commlens.diagnosis.fold.alike import (
@@ -101,12 +101,17 @@ def few_ranks(
         logs = list(itertools.chain(here, *(node.logs for node in found.values())))
         if not fit(states, logs):  # the job has moved on since the states were read
             return None
-        examined = frozenset(log.rank for log in logs)
-        alike = AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
+        alike = _alike(classes, logs)
         wanted = awaited_others(logs, alike)
         if not wanted:
             return FewRanks(logs, standing_for_others(logs, alike), found, silent, states.poses)
     return None
+
+
+def _alike(classes: Iterable[frozenset[int]], logs: Iterable[RankLog]) -> AlikeRanks:
+    """Return which ranks of each state were examined."""
+    examined = frozenset(log.rank for log in logs)
+    return AlikeRanks(Alike(ranks & examined, ranks - examined) for ranks in classes)
 
 
 def _ask(

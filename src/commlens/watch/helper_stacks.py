@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from commlens.blackbox import rank_claims
@@ -44,11 +45,7 @@ class HelperStacks:
             and member.box is not None
             and member.pid in observations
         }
-        claims: list[rank_claims.RankClaim] = []  # of living processes that these ranks started
-        for folder in set(ranks.values()):
-            with contextlib.suppress(OSError):
-                children = rank_claims.of_children(folder)
-                claims += [claim for pid in ranks for claim in children.get(pid, ())]
+        claims = [claim for folder in set(ranks.values()) for claim in _claims_in(folder, ranks)]
         oldest = time.monotonic() - _FRESH_S
         self._known = {claim: self._known[claim] for claim in claims if claim in self._known}
         self._look([each for each in claims[:_MOST] if self._known.get(each, _NEVER)[0] <= oldest])
@@ -65,6 +62,14 @@ class HelperStacks:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="commlens-helpers") as pool:
             for claim, stack in zip(claims, pool.map(_stack_of, claims), strict=True):
                 self._known[claim] = time.monotonic(), stack
+
+
+def _claims_in(folder: Path, ranks: Mapping[int, Path]) -> list[rank_claims.RankClaim]:
+    """Return the claims of living processes that these ranks started."""
+    with contextlib.suppress(OSError):
+        children = rank_claims.of_children(folder)
+        return [claim for pid in ranks for claim in children.get(pid, ())]
+    return []
 
 
 def _stack_of(claim: rank_claims.RankClaim) -> Stack:

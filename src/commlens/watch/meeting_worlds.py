@@ -47,9 +47,9 @@ from commlens.watch.nodes.beat import LAST, Beat, ByHand, News, key
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.meeting_places import Client, Place, stored
 from commlens.watch.nodes.remote_evidence import unpack_world
+from commlens.watch.open_waits import OpenWait
 from commlens.watch.other_worlds import OtherWorlds, reading_of
 from commlens.watch.roster import Member
-from commlens.watch.stall import OpenWait
 
 GROUPS_EVERY_S: Final = 3.0  # between two looks for new groups
 DEFER_S: Final = 8.0

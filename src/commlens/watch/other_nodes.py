@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
-import msgspec
-
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
 from commlens.dumps.clocks import correct_clocks
 from commlens.model.grouping import grouped
@@ -360,11 +358,8 @@ class AskedNodes:
     def _answers(self, slots: Iterable[int], number: int) -> dict[int, StatusAnswer]:
         found: dict[int, StatusAnswer] = {}
         for slot, value in stored(self._client, "look", sorted(slots)).items():
-            try:
-                look = msgspec.msgpack.decode(value, type=StatusAnswer)
-            except msgspec.DecodeError:
-                continue
-            if look.number >= number:
+            look = decoded(value, StatusAnswer)
+            if look is not None and look.number >= number:
                 found[slot] = look
         return found
 
@@ -385,14 +380,14 @@ def newest_beats(client: Client, count: int) -> list[Beat]:
         if is_bundled
         else list(stored(client, "node", slots).values())
     )
-    beats = [beat for beat in map(decoded, values) if beat is not None]
+    beats = [beat for value in values if (beat := decoded(value, Beat)) is not None]
     found = _of_last_incarnations(beats)
     if not is_bundled or not found:
         return found
     # bundles are late, and the beat of the node that reports has the longest wait of all
     first = min(found, key=lambda one: (one.finished, one.order))
     (value,) = client.get([key("node", first.slot)])
-    return [decoded(value) or first if beat is first else beat for beat in found]
+    return [decoded(value, Beat) or first if beat is first else beat for beat in found]
 
 
 def _of_last_incarnations(beats: Sequence[Beat]) -> list[Beat]:

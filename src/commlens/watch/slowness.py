@@ -260,19 +260,23 @@ class Slowness:
         self._profiles, self._observer = {}, None
         if slow is None or observer is None or pids.keys() != {each.rank for each in logs}:
             return []
-        judged = self._judgement
-        if judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks):
-            return []  # the comparison of all nodes no longer finds these ranks
+        if self._are_cleared(slow):
+            return []
         sample(ranks, observer)
         for each in logs:
             each.observation = observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
-        compared = judged.ranks if judged is not None else ()
+        compared = self._judgement.ranks if self._judgement is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
         slow = with_since(slow, self._paces)
         self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
         return [self.verdict]
+
+    def _are_cleared(self, slow: SlowRanks) -> bool:
+        """Return whether the comparison of all nodes no longer finds these ranks."""
+        judged = self._judgement
+        return judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks)
 
     def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
         """Tell, once, that ranks make the others wait periodically; if they do not, begin to

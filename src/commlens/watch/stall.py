@@ -23,9 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from commlens.blackbox.reader import BoxStatus
 from commlens.config import AUTO, Settings
 from commlens.diagnosis.standstill import (
     NO_POSES,
@@ -40,6 +39,7 @@ from commlens.model.cause import Missing, Working
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.processes.observer import WINDOW_S
+from commlens.watch.open_waits import OpenWait, timeout_lead_s
 from commlens.watch.roster import Member
 from commlens.watch.stall_verdicts import identity_of, waited_for
 
@@ -81,8 +81,6 @@ FINISHED_LOOKS: Final = 4
 _NEW_PAUSE_NS: Final = 2_000_000_000  # so long after the last one, a pause is another one
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
-TIMEOUT_LEAD_MAX_S: Final = 15.0
-TIMEOUT_LEAD_MIN_S: Final = 2.0
 
 
 def patience_s(stall_timeout: float, steps: int) -> float:
@@ -95,71 +93,6 @@ def patience_s(stall_timeout: float, steps: int) -> float:
     if steps == 0 and stall_timeout >= LITERAL_BELOW_S:
         return FIRST_STEP_FACTOR * stall_timeout
     return stall_timeout
-
-
-def timeout_lead_s(timeout_s: float) -> float:
-    """Return how long before a process group's timeout the dump is made: 10% of it, at most 15 s,
-    at least 2 s, but never more than a quarter of a timeout below 8 s.
-    """
-    return min(TIMEOUT_LEAD_MAX_S, max(0.1 * timeout_s, min(TIMEOUT_LEAD_MIN_S, 0.25 * timeout_s)))
-
-
-class OpenWait(NamedTuple):
-    """The call in which a rank waits: its oldest collective in flight, an ``init`` that makes a
-    group, or a call that only the ``stack`` of the main thread shows.
-    """
-
-    since_ns: int  # CLOCK_MONOTONIC
-    pid: int  # below 0: of another node
-    kind: Literal["collective", "init", "stack"]
-    number: int = 0  # of a collective: its index
-    timeout_s: float = 0.0  # of its process group; 0: unknown
-    expires_ns: int = 0  # when that expires, CLOCK_MONOTONIC; 0: unknown
-    limit_s: float = 0.0  # set by StallLimit: a longer wait is looked at; 0: nothing is learned
-
-
-def _collective_wait(pid: int, status: BoxStatus, usual_s: float) -> OpenWait:
-    """Return the wait in a collective; ``usual_s``: the timeout of most process groups."""
-    # that of its group may be shorter
-    own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s
-    expires_ns = status.expires_mono_ns
-    if own_s and not expires_ns:
-        expires_ns = status.oldest_mono_ns + int(own_s * 1e9)
-    return OpenWait(
-        status.oldest_mono_ns, pid, "collective", status.oldest_index, own_s, expires_ns
-    )
-
-
-def waits(members: Sequence[Member]) -> list[OpenWait]:
-    """Return the call in which each living rank waits, or seems to wait."""
-    found: list[OpenWait] = []
-    timeouts = sorted(member.status.timeout_s for member in members if member.status is not None)
-    usual_s = timeouts[len(timeouts) // 2] if timeouts else 0.0  # one may be damaged
-    for member in members:
-        status = member.status
-        if status is None or not member.alive or status.closed or status.left:
-            continue
-        if status.oldest_index and status.oldest_mono_ns:
-            found.append(_collective_wait(member.pid, status, usual_s))
-        elif status.blocked_since_mono_ns:
-            found.append(OpenWait(status.blocked_since_mono_ns, member.pid, "init"))
-        elif status.main_stack_since_mono_ns:
-            # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis
-            # recognises them by the stack.
-            found.append(OpenWait(status.main_stack_since_mono_ns, member.pid, "stack"))
-    return found
-
-
-def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
-    """Return whether records agree that an operation has been in flight for nearly a timeout: a
-    single word may be damaged.
-    """
-    least_ns = (timeout_s - timeout_lead_s(timeout_s) - 1) * 1e9
-    return any(
-        op.in_flight and log.captured_ns - op.announced_ns >= least_ns
-        for log in logs
-        for op in log.collectives
-    )
 
 
 @dataclass
@@ -185,15 +118,17 @@ class _Limit(NamedTuple):
 
     waited_s: float
     limit_s: float
-    is_learned: bool = False
+    is_learned: bool
 
 
-def _is_sampled(wait: _Limit, first: float) -> bool:
+def _is_suspect(age_s: float, patience_s: float, limits: Sequence[_Limit]) -> bool:
     """Return whether a wait is so long that the processes are sampled: what they do fills the
-    observer's window by the time the wait is looked at. But most waits end soon, so the ``first``
-    part of the time until then is never sampled.
+    observer's window by the time the wait is looked at. But most waits end soon, so the first
+    quarter of the stall timeout is never sampled, nor the first half of a limit.
     """
-    return wait.waited_s >= max(first * wait.limit_s, wait.limit_s - _SAMPLED_S)
+    return age_s >= max(patience_s / 4, patience_s - _SAMPLED_S) or any(
+        each.waited_s >= max(each.limit_s / 2, each.limit_s - _SAMPLED_S) for each in limits
+    )
 
 
 class Check(NamedTuple):
@@ -234,11 +169,21 @@ def _check_of(
     longer than its limit. The arguments are those of :class:`Check`.
     """
     over = [each for each in limits if each.waited_s >= each.limit_s]
+    finished = finished and not timeout_s
     is_early = age_s < patience_s - _FIRST_OF_TWO_S and not finished and not timeout_s
     if is_early and not over:
         return None
     notice_due = any(each.is_learned and each.waited_s >= NOTICE_S for each in over)
     return Check(now, age_s, patience_s, timeout_s, finished, is_early, notice_due)
+
+
+def _shortened(check: Check, verdict: Verdict) -> Check:
+    """Return a check with the age of the waits that its verdict is about. The oldest wait may be
+    another one: a thread may wait for a command for hours while its job goes on.
+    """
+    cause = verdict.cause
+    held_up_s = cause.held_up_s if isinstance(cause, (Missing, Working)) else None
+    return check if held_up_s is None else check._replace(age_s=held_up_s)
 
 
 def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
@@ -248,6 +193,10 @@ def _may_only_be_late(check: Check, verdict: Verdict) -> bool:
     cause = verdict.cause
     is_absent = isinstance(cause, Missing) and cause.blamed_by == "absence" and not cause.certain
     return is_absent and check.rank_finished and check.may_still_end
+
+
+def _oldest_ns(waiting: Sequence[OpenWait], now_ns: int) -> int:
+    return min((wait.since_ns for wait in waiting), default=now_ns)
 
 
 class StallDetector:
@@ -287,11 +236,7 @@ class StallDetector:
     def take_ended(self, waiting: Sequence[OpenWait], now_ns: int) -> Stall | None:
         """Return a reported stall whose wait has ended; only once."""
         stall = self.stall
-        if (
-            stall is None
-            or stall.verdict is None
-            or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns
-        ):
+        if stall is None or stall.verdict is None or _oldest_ns(waiting, now_ns) <= stall.since_ns:
             return None
         self.stall = None
         return stall
@@ -315,18 +260,15 @@ class StallDetector:
         now = now_ns / 1e9
         steps = max((member.status.steps for member in members if member.status), default=0)
         patience = patience_s(self._settings.stall_ceiling_s, steps)
-        oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self.resumed_ns)
+        oldest_ns = max(_oldest_ns(waiting, now_ns), self.resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
         limits = self._limits(waiting, now_ns, patience, is_first=steps == 0) if looks_early else []
-        has_finished = self._finished_due < math.inf
-        is_long = _is_sampled(_Limit(age, patience), 1 / 4) or any(
-            _is_sampled(each, 1 / 2) for each in limits
-        )
-        if not (timeout_s or has_finished or is_long):
+        must_look = timeout_s > 0 or self._finished_due < math.inf
+        if not must_look and not _is_suspect(age, patience, limits):
             # One that was reported is kept until take_ended(): its wait may be suspect again, and
             # is not now because the job was paused.
-            if self.stall is None or self.stall.verdict is None:
+            if self.stall is not None and self.stall.verdict is None:
                 self.stall = None
             return None
         stall = self.stall = self.stall or Stall(oldest_ns, next_check=now + OBSERVED_S)
@@ -336,7 +278,6 @@ class StallDetector:
             return None
         # the others had time to finish, too
         finished = now >= self._finished_due and any(member.alive for member in members)
-        finished = finished and not timeout_s
         return _check_of(now, age, patience, limits, timeout_s, finished=finished)
 
     def _limits(
@@ -464,10 +405,7 @@ class StallDetector:
         stall = self.stall
         assert stall is not None
         key, oldest_s = identity_of(verdict), check.age_s
-        if isinstance(verdict.cause, (Missing, Working)) and verdict.cause.held_up_s is not None:
-            # the oldest wait may be another one: a thread may wait for a command for hours while
-            # its job goes on
-            check = check._replace(age_s=verdict.cause.held_up_s)
+        check = _shortened(check, verdict)
         until_patience_s = max(0.02, check.patience_s - check.age_s)
         is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)

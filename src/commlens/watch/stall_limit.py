@@ -17,8 +17,8 @@ from commlens.config import AUTO, Settings
 from commlens.errors import FormatError
 from commlens.model.ranklog import RankLog, UsualWait
 from commlens.speed.usual import CallPlace, UsualWaits, is_of_first_step, place_of
+from commlens.watch.open_waits import OpenWait
 from commlens.watch.roster import Member
-from commlens.watch.stall import OpenWait
 
 log = logging.getLogger("commlens")
 

@@ -121,9 +121,7 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
     concerned: Iterable[int] = range(max((member.world_size for member in seen), default=0))
     if verdict.group is not None and verdict.kind.startswith("mismatch"):
         concerned = verdict.group.ranks if not verdict.worlds.are_several else concerned
-    known = {member.rank for member in seen} | elsewhere
-    if isinstance(verdict.cause, Unrecorded) and verdict.cause.reason == "not-started":
-        known |= {*verdict.cause.ranks}
+    known = {member.rank for member in seen} | elsewhere | _never_started(verdict)
     if unseen := sorted(set(concerned) - known):
         with naming_worlds(verdict.worlds):
             return f"there is no record of {ranks_phrase(unseen)} here"
@@ -132,6 +130,14 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         if verdict.confidence == "low" and not verdict.certain
         else ""
     )
+
+
+def _never_started(verdict: Verdict) -> set[int]:
+    """Return the ranks that belong on this node and were never started, by the verdict."""
+    cause = verdict.cause
+    if isinstance(cause, Unrecorded) and cause.reason == "not-started":
+        return {*cause.ranks}
+    return set()
 
 
 def identity_of(verdict: Verdict) -> tuple[object, ...]:

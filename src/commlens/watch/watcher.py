@@ -59,6 +59,7 @@ from commlens.watch.nodes.lost import LostStoreReport
 from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.nodes.states import states_snapshot
 from commlens.watch.nodes.states_tree import TREE_ABOVE
+from commlens.watch.open_waits import OpenWait, waits, waits_recorded
 from commlens.watch.other_nodes import pack_world_snapshot
 from commlens.watch.reporting import (
     Diagnose,
@@ -72,14 +73,7 @@ from commlens.watch.reporting import (
 from commlens.watch.roster import Member, Roster, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, read_logs, sample
-from commlens.watch.stall import (
-    Check,
-    OpenWait,
-    Stall,
-    StallDetector,
-    waits,
-    waits_recorded,
-)
+from commlens.watch.stall import Check, Stall, StallDetector
 from commlens.watch.stall_limit import StallLimit
 from commlens.watch.stall_verdicts import end_of_wait
 from commlens.watch.strangers import Strangers

@@ -24,7 +24,7 @@ from commlens.model.collective import (
 from commlens.model.ranklog import RankLog
 from commlens.watch.meeting_worlds import MeetingWorlds
 from commlens.watch.nodes.remote_evidence import _RankEvidence, pack_world
-from commlens.watch.stall import OpenWait
+from commlens.watch.open_waits import OpenWait
 
 STORE = "10.0.0.1:29600/weights"
 

@@ -18,8 +18,8 @@ from commlens.watch.hand_made_groups import names_in
 from commlens.watch.nodes.beat import Beat, ByHand
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.nodes.meeting_places import Folder
+from commlens.watch.open_waits import OpenWait
 from commlens.watch.other_worlds import reading_of
-from commlens.watch.stall import OpenWait
 
 
 @pytest.fixture

@@ -17,13 +17,8 @@ from commlens.model.cause import Missing
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import GroupRef, Verdict
 from commlens.watch import stall as stall_module
-from commlens.watch.stall import (
-    Check,
-    StallDetector,
-    patience_s,
-    timeout_lead_s,
-    waits,
-)
+from commlens.watch.open_waits import waits
+from commlens.watch.stall import Check, StallDetector, patience_s
 
 S = 1_000_000_000
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
@@ -56,8 +51,6 @@ def test_patience() -> None:
     assert patience_s(60, 0) == 180
     assert patience_s(60, 1) == 60
     assert patience_s(2, 0) == 2, "a short timeout is never extended"
-    assert timeout_lead_s(600) == 15
-    assert timeout_lead_s(30) == 3
 
 
 def test_no_timeout_of_torch_applies_to_a_call_of_a_library() -> None:

@@ -15,7 +15,7 @@ from commlens.config import Settings
 from commlens.errors import FormatError
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import RankLog
-from commlens.watch.stall import OpenWait
+from commlens.watch.open_waits import OpenWait
 from commlens.watch.stall_limit import FACTOR, FLOOR_S, StallLimit
 
 

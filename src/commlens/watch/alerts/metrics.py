@@ -16,6 +16,7 @@ from typing import Any, Final
 from commlens.config import Settings
 from commlens.health.changes import WORKING
 from commlens.model.health import THERMAL_REASONS, Values
+from commlens.speed.pace import Pace
 from commlens.speed.step_times import measure_traffic
 from commlens.watch.alerts.otlp import Metric
 from commlens.watch.reporting import Reporter
@@ -112,14 +113,6 @@ class Metrics:
             if member.here and member.status is not None
         }
         traffic = measure_traffic(slowness.logs)
-        waited, sent = {}, {}
-        if pace is not None:
-            waited = {rank: each / pace.window_s for rank, each in pace.waited_s.items()}
-            sent = {rank: each / pace.window_s for rank, each in pace.sent_s.items() if each}
-        stuck: dict[tuple[str, str], float] = {}
-        if stall is not None and stall.verdict is not None and stall.verdict.is_fault:
-            action = stall.verdict.action
-            stuck[stall.verdict.kind, action.do if action is not None else "unknown"] = 1.0
         return (
             Metric(
                 "counter",
@@ -185,7 +178,7 @@ class Metrics:
                 "stuck",
                 "1 while ranks wait of which a verdict says that they are stuck.",
                 "kind action",
-                stuck,
+                _stuck(stall),
             ),
             Metric(
                 "gauge",
@@ -194,13 +187,15 @@ class Metrics:
                 "",
                 {"": pace.step_s} if pace is not None else {},
             ),
-            Metric("gauge", "waiting_ratio", "Share of the time in collectives.", "rank", waited),
+            Metric(
+                "gauge", "waiting_ratio", "Share of the time in collectives.", "rank", _shares(pace)
+            ),
             Metric(
                 "gauge",
                 "sending_ratio",
                 "Share of the time in transfers between accelerators.",
                 "rank",
-                sent,
+                _shares_sent(pace),
             ),
             Metric(
                 "gauge",
@@ -262,6 +257,14 @@ class Metrics:
         return family
 
 
+def _stuck(stall: Stall | None) -> dict[tuple[str, str], float]:
+    """Return 1 for the kind and the action of the verdict on ranks that still wait."""
+    verdict = stall.verdict if stall is not None else None
+    if verdict is None or not verdict.is_fault:
+        return {}
+    return {(verdict.kind, verdict.action.do if verdict.action is not None else "unknown"): 1.0}
+
+
 def _links(hardware: Mapping[str, Values]) -> dict[str, float]:
     """Return 1 for each network port that works, and 0 for each other port."""
     return {
@@ -287,3 +290,17 @@ def _throttled(hardware: Mapping[str, Values]) -> dict[str, float]:
         gpu: float(bool(int(reasons) & THERMAL_REASONS))
         for gpu, reasons in _gpus(hardware, "throttle_reasons").items()
     }
+
+
+def _shares(pace: Pace | None) -> dict[int, float]:
+    return (
+        {rank: waited / pace.window_s for rank, waited in pace.waited_s.items()}
+        if pace is not None
+        else {}
+    )
+
+
+def _shares_sent(pace: Pace | None) -> dict[int, float]:
+    """Return the share of the time in transfers of each rank's device, where any is known."""
+    sent = pace.sent_s.items() if pace is not None else ()
+    return {rank: seconds / pace.window_s for rank, seconds in sent if pace and seconds}

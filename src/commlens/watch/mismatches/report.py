@@ -148,11 +148,7 @@ class MismatchReporter:
         ended = [member for member in self._roster.current() if not member.alive]
         # once a rank has ended, the others may never come
         seen_until = now if ended else now - OTHER_RANKS_WITHIN_S
-        complete = [
-            each
-            for each in waiting
-            if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
-        ]
+        complete = _complete(waiting, seen_until)
         verdicts: list[tuple[Verdict, bool]] = []
         if complete:
             verification.discrepancies = [each for each in waiting if each not in complete]
@@ -340,6 +336,15 @@ class MismatchReporter:
             )
             verdicts += self._add(finding, shifts[0], logs)
         return verdicts
+
+
+def _complete(found: Sequence[Discrepancy], seen_until: float) -> list[Discrepancy]:
+    """Return the disagreements that all ranks here have reached, or seen by ``seen_until``."""
+    return [
+        each
+        for each in found
+        if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
+    ]
 
 
 def _key(finding: Finding) -> Key:

@@ -4,8 +4,9 @@ second.
 
 from __future__ import annotations
 
+import zlib
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,6 +18,8 @@ Digests = dict[str, list[Blocks]]
 """The digests of what a node issued, by channel; only channels with ranks of other nodes."""
 
 _PREFIX: Final = "commlens/7"  # the number changes with the values' meaning
+_SIZE_MAX: Final = 1 << 24
+Value = TypeVar("Value")
 
 
 QUESTION: Final = 1 << 32
@@ -126,11 +129,19 @@ class Beat(msgspec.Struct, frozen=True):
         return (min(self.ranks, default=1 << 62), self.slot)
 
 
-def decoded(value: bytes) -> Beat | None:
-    """Return a decoded value; None if it is damaged."""
+def decoded(value: bytes, kind: type[Value]) -> Value | None:
+    """Return a value as it was encoded; None if it is damaged."""
     try:
-        return msgspec.msgpack.decode(value, type=Beat)
+        return msgspec.msgpack.decode(value, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def inflated(value: bytes, kind: type[Value]) -> Value | None:
+    """Return a value as it was encoded, before it was compressed; None if it is damaged."""
+    try:
+        return decoded(zlib.decompressobj().decompress(value, _SIZE_MAX), kind)
+    except zlib.error:
         return None
 
 
@@ -142,10 +153,7 @@ def pack_digests(digests: Digests) -> msgspec.Raw:
 @lru_cache(maxsize=64)
 def unpack_digests(packed: bytes) -> Digests:
     """Return what :func:`pack_digests` packed; nothing if it is damaged or missing."""
-    try:
-        return msgspec.msgpack.decode(packed, type=Digests)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return {}
+    return decoded(packed, Digests) or {}
 
 
 def key(*parts: object) -> str:

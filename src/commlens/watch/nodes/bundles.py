@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.model.grouping import grouped
-from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.beat import inflated, key
 from commlens.watch.nodes.meeting_places import Client, stored
 
 GROUP: Final = 32  # slots
@@ -24,7 +24,6 @@ BUNDLES_ABOVE: Final = 128
 STALE_S: Final = 2.0
 """With nodes that look once a second, a bundle that has not changed for so long is not read."""
 _FEW: Final = 4  # with fewer beats wanted of a group, a bundle costs more than these
-_SIZE_MAX: Final = 1 << 24
 
 
 class _Bundle(msgspec.Struct, array_like=True):
@@ -99,10 +98,8 @@ class Bundles:
 
     def _fresh(self, group: int, content: bytes, now: float) -> Mapping[int, bytes]:
         """Return the values of a bundle; none if it is damaged, or has not changed for long."""
-        try:
-            unpacked = zlib.decompressobj().decompress(content, _SIZE_MAX)
-            bundle = msgspec.msgpack.decode(unpacked, type=_Bundle)
-        except (zlib.error, msgspec.DecodeError):
+        bundle = inflated(content, _Bundle)
+        if bundle is None:
             return {}
         seen = self._seen.get(group)
         if seen is None or seen.number != bundle.number:

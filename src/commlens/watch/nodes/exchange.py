@@ -49,9 +49,9 @@ from commlens.watch.nodes.periods import (
 )
 from commlens.watch.nodes.states import States
 from commlens.watch.nodes.status_answers import StatusAnswers
+from commlens.watch.open_waits import OpenWait, waits
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
-from commlens.watch.stall import OpenWait, waits
 
 log = logging.getLogger("commlens")
 
@@ -324,8 +324,9 @@ class Nodes(Gathering):
         mine = self._publish(client, slot)
         beats = [
             beat
-            for beat in map(decoded, self._values(client))
-            if beat is not None and (beat.slot in self._known or not beat.finished)
+            for value in self._values(client)
+            if (beat := decoded(value, Beat)) is not None
+            and (beat.slot in self._known or not beat.finished)
         ]
         now = time.monotonic()
         with self._changed:

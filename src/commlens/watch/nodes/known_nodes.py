@@ -20,7 +20,7 @@ import msgspec
 from commlens.watch.mismatches.channel_progress import differ
 from commlens.watch.nodes.beat import Beat, Digests, News, unpack_digests
 from commlens.watch.nodes.periods import LOST_S, PERIOD_S
-from commlens.watch.stall import OpenWait
+from commlens.watch.open_waits import OpenWait
 
 # with more, a node that does not report reads only the values of the reporter and its successor
 READ_ALL_NODES: Final = 32
@@ -119,11 +119,7 @@ class KnownNodes:
 
     def _make_view(self, mine: Beat, now: float) -> NodesView:
         peers = self.peers(mine)
-        living = [
-            known
-            for known in peers
-            if now - known.changed <= self.lost_s and not known.beat.finished
-        ]
+        living = self._living(peers, now)
         live = [known.beat for known in living]
         heard = [known.beat for known in peers if known.lives]
         unfinished = (known.beat.order for known in peers if not known.beat.finished)
@@ -138,6 +134,13 @@ class KnownNodes:
             list(filter(attrgetter("news"), heard)),
             [slot for _, slot in heapq.nsmallest(_SUCCESSORS, unfinished)],
         )
+
+    def _living(self, peers: Sequence[Known], now: float) -> list[Known]:
+        return [
+            known
+            for known in peers
+            if now - known.changed <= self.lost_s and not known.beat.finished
+        ]
 
     def lost(
         self, mine: Beat, now: float, *, after_s: float, without_store: bool, read_every_s: float

@@ -18,9 +18,8 @@ from commlens.model.collective import State
 from commlens.model.grouping import grouped
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.text import joined, op_phrase, ranks_phrase, verb
-from commlens.watch.nodes.contact import LostStore
 from commlens.watch.nodes.known_nodes import Lost
-from commlens.watch.nodes.nodes_in_sight import NodesInSight
+from commlens.watch.nodes.nodes_in_sight import LostStore, NodesInSight
 from commlens.watch.roster import Member
 
 _SAME_MOMENT_S: Final = 3.0

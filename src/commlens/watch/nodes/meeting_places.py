@@ -25,7 +25,7 @@ from commlens.watch.nodes.beat import QUESTION, key
 from commlens.watch.nodes.store_client import VALUE_MAX, KeepWaiting, StoreClient
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
-from commlens.watch.strangers import meeting_of
+from commlens.watch.strangers import JobMeeting, meeting_of
 
 TIMEOUT_S: Final = 1.0  # for connecting
 ANSWER_S: Final = 3.0  # for an answer, before the caller is asked whether to wait on
@@ -230,18 +230,20 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
     is_file = method is not None and method.startswith("file:")
     meeting = None if is_file else meeting_of(members)
     found: list[Place] = []
-    # without the store's address, the job's name is all that the nodes may have in common
-    jobs = (member.box.path.parent.name for member in members if member.box is not None)
-    name = method or next(jobs, "")
+    name = method or _job(members)
     if meeting is not None:
         name = f"{meeting.host}:{meeting.port}"
-        may_meet = are_elsewhere or meeting.node_size != meeting.world_size
-        if may_meet and meeting.port.isdecimal():
-            found.append(Store(meeting.host, int(meeting.port), of_agent))
+        if are_elsewhere or meeting.node_size != meeting.world_size:
+            found += _store(meeting, of_agent=of_agent)
     if folder is not None and (are_elsewhere or found):
         digest = hashlib.sha256(f"{name} {size}".encode()).hexdigest()[:16]
         found.append(Folder(folder / f".commlens-nodes-{digest}"))
     return found
+
+
+def _store(meeting: JobMeeting, *, of_agent: bool) -> list[Place]:
+    """Return the store as the only place; none if its port is no number."""
+    return [Store(meeting.host, int(meeting.port), of_agent)] if meeting.port.isdecimal() else []
 
 
 def _agent_serves_store(members: Sequence[Member]) -> bool:
@@ -262,3 +264,10 @@ def _init_method(members: Sequence[Member]) -> str | None:
                 if op.op == "init_process_group":
                     return op.module or ""
     return None
+
+
+def _job(members: Sequence[Member]) -> str:
+    """Return the job's name. Without the store's address, it is all that the nodes may have in
+    common.
+    """
+    return next((member.box.path.parent.name for member in members if member.box is not None), "")

@@ -1,4 +1,5 @@
-"""The other nodes of a job as this one sees them, and this node's own beat, by which they see it.
+"""The other nodes of a job as this one sees them, the place where it meets them, and this node's
+own beat, by which they see it.
 
 The thread of the exchange reads the other nodes' beats and stores this node's; the watcher asks
 here at any time, and changes this node's beat, which the thread stores next.
@@ -11,14 +12,13 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from commlens.text import ranks_phrase
 from commlens.watch.nodes.beat import Beat, News
 from commlens.watch.nodes.calls import Poke
-from commlens.watch.nodes.contact import Contact, LostStore
 from commlens.watch.nodes.known_nodes import (
     Disagreements,
     KnownNodes,
@@ -26,10 +26,67 @@ from commlens.watch.nodes.known_nodes import (
     NodesView,
     OldestWaits,
 )
+from commlens.watch.nodes.meeting_places import Place
 from commlens.watch.nodes.periods import LOST_S, PERIOD_S, rest_period_s
-from commlens.watch.stall import OpenWait
+from commlens.watch.open_waits import OpenWait
 
 _NEWS_KEPT: Final = 4  # lines in a beat
+
+
+class LostStore(NamedTuple):
+    """The store in which the nodes met, and which they no longer reach."""
+
+    place: Place
+    silent_s: float
+    refuses: bool  # connections are refused: the process that served it has ended
+    beats: list[Beat]  # of the nodes that are out of sight without it
+
+
+class Contact:
+    """The meeting places, and which of them answered when. Not safe for threads.
+
+    Moments are ``time.monotonic()``; 0.0: not yet.
+    """
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+        """Where the nodes may meet; the first is where they do."""
+        self.given_up: list[Place] = []
+        """Places before it, which did not answer."""
+        self.has_joined = False
+        """A rank of this node has passed ``init_process_group``."""
+        self.answered_at = 0.0
+        """The moment of the last answer."""
+        self.refuses = False
+        """The present place refuses connections."""
+        self.lost_since = 0.0
+        """The moment of the first error since the last answer, or in a place that was given up."""
+        self.lost_refused = False
+        """That error, or a later one, was a refused connection."""
+
+    @property
+    def lost_place(self) -> Place:
+        """The place that was lost first, if any was."""
+        return (self.given_up or self.places)[0]
+
+    def is_lost(self, after_s: float) -> bool:
+        """Return whether the place refuses connections, or has been silent for this long."""
+        return self.refuses or time.monotonic() - self.answered_at > after_s
+
+    def note_answer(self, now: float) -> None:
+        """Note that the place answers."""
+        self.answered_at, self.refuses = now, False
+        if not self.given_up:
+            self.lost_since, self.lost_refused = 0.0, False
+
+    def note_error(self, error: OSError) -> None:
+        """Note that the place does not answer, if one ever did. Before that, and before a rank here
+        has joined, rank 0 may not have made the store yet.
+        """
+        if self.answered_at and self.has_joined:
+            self.lost_since = self.lost_since or time.monotonic()
+            if isinstance(error, ConnectionRefusedError):  # its process has ended: it did serve
+                self.refuses = self.lost_refused = True
 
 
 class NodesInSight:

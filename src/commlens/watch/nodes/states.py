@@ -27,7 +27,7 @@ from commlens.errors import FormatError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer
-from commlens.watch.nodes.beat import COMMAND, Request, key
+from commlens.watch.nodes.beat import COMMAND, Request, inflated, key
 from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.remote_evidence import LOOK_S, newest_records
 from commlens.watch.nodes.states_tree import LEVEL_S
@@ -36,7 +36,6 @@ from commlens.watch.snapshot import observe
 
 STATES_MAX: Final = 1024
 """With more states than this, all ranks are asked for their records."""
-_SIZE_MAX: Final = 1 << 24
 
 
 class States(msgspec.Struct, array_like=True):
@@ -145,12 +144,8 @@ def pack_states(states: States, request: tuple[int, int]) -> bytes:
 
 def unpack_states(content: bytes, request: tuple[int, int]) -> States | None:
     """Read an answer; None if it is damaged, or answers another request."""
-    try:
-        unpacked = zlib.decompressobj().decompress(content, _SIZE_MAX)
-        packed = msgspec.msgpack.decode(unpacked, type=_Packed)
-    except (zlib.error, msgspec.DecodeError):
-        return None
-    if packed.request != request:
+    packed = inflated(content, _Packed)
+    if packed is None or packed.request != request:
         return None
     by_key = {key: int.from_bytes(mask, "little") for key, mask in packed.by_key.items()}
     poses = {key: int.from_bytes(mask, "little") for key, mask in packed.poses.items()}

@@ -8,7 +8,6 @@ requests are kept.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from commlens.watch.nodes.beat import QUESTION, Request, key
+from commlens.watch.nodes.beat import QUESTION, Request, decoded, key
 from commlens.watch.nodes.meeting_places import Client, stored
 from commlens.watch.nodes.states import Collecting, States
 
@@ -41,10 +40,8 @@ def store_request(client: Client, request: Request) -> None:
 
 def _read_requests(client: Client, numbers: range) -> list[Request]:
     """Return the requests with these numbers, as far as they are stored."""
-    found: list[Request] = []
-    for value in stored(client, "ask", [number % _KEPT for number in numbers]).values():
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.msgpack.decode(value, type=Request))
+    values = stored(client, "ask", [number % _KEPT for number in numbers]).values()
+    found = [request for value in values if (request := decoded(value, Request)) is not None]
     return sorted((each for each in found if each.number in numbers), key=lambda each: each.number)
 
 
