@@ -22,29 +22,6 @@ from commlens.diagnosis.api import diagnose
 from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
 
-FAULTS = [
-    "stuck-before-tp",
-    "stuck-before-world",
-    "dead",
-    "mismatch-shape-tp",
-    "mismatch-op",
-    "swap",
-    "skipped-dp",
-    "extra-world",
-    "lost-send",
-    "wrong-peer",
-    "stuck-inside-dp",
-    "two-stuck",
-    "several-apart",
-    "lost-dumps",
-    "partial",
-    "straggler",
-    "healthy-done",
-    "healthy-spread",
-]
-USUAL = ("stuck-before-tp", "healthy-done")
-"""test_api_generated.py has all of them in shorter dumps."""
-
 
 def blamed(verdict: Verdict) -> tuple[int, ...]:
     """The culprits of all root causes."""
@@ -60,18 +37,9 @@ def blamed(verdict: Verdict) -> tuple[int, ...]:
     )
 
 
-def generated(folder: Path, fault: str) -> Job:
-    job = Job(MESHES[16], by_name(fault), Conditions(history=10))
-    job.write(folder)
-    return job
-
-
-@pytest.mark.parametrize("fault", [long(fault, when=fault not in USUAL) for fault in FAULTS])
-def test_the_injected_fault_is_found_and_nobody_else_is_blamed(tmp_path: Path, fault: str) -> None:
-    truth = generated(tmp_path, fault).truth
-    verdict = diagnose(tmp_path)
-    assert verdict.kind in truth.kinds
-    assert blamed(verdict) in (truth.culprits, *truth.also)
+def generated(folder: Path, fault: str) -> None:
+    """The dumps of 8 ranks. In test_api_generated.py are all faults, and more ranks."""
+    Job(MESHES[8], by_name(fault), Conditions(history=3)).write(folder)
 
 
 def test_a_second_dump_is_advised_where_the_job_may_have_been_running(tmp_path: Path) -> None:
@@ -125,7 +93,7 @@ def test_a_real_dump_that_is_cut_off_gets_no_innocent_rank_named(
 
 
 @pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95])
-@pytest.mark.parametrize(("rank", "culprits"), [(10, {11}), (11, set())])
+@pytest.mark.parametrize(("rank", "culprits"), [(6, {7}), (7, set())])
 def test_the_rank_of_a_dump_that_is_cut_off_is_not_named(
     stuck: Path, tmp_path: Path, rank: int, culprits: set[int], share: float
 ) -> None:
@@ -150,10 +118,10 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "size", "status", "summary"),
     [
         ([], None, 0, "nothing is wrong: all collectives agree"),
-        ([3], None, 0, "nothing is wrong in what ranks 0-2,4-15 recorded"),  # deleted
+        ([3], None, 0, "nothing is wrong in what ranks 0-2,4-7 recorded"),  # deleted
         ([3], 3000, 3, "no fault shows, but the newest records of rank 3 are unreadable"),
         ([3, 7], 0, 3, "no fault shows, but the newest records of ranks 3,7 are unreadable"),
-        (range(16), 300, 3, "nothing can be said: no record of ranks 0-15 is readable"),
+        (range(8), 300, 3, "nothing can be said: no record of ranks 0-7 is readable"),
     ],
 )
 def test_nothing_is_called_healthy_that_could_not_be_read(
@@ -189,7 +157,7 @@ def test_files_are_read_where_the_executor_says(stuck: Path) -> None:
             stuck, executor=executor, seen=lambda done, total: seen.append((done, total))
         )
     assert verdict.to_json() == diagnose(stuck).to_json()
-    assert seen[-1] == (16, 16)
+    assert seen[-1] == (8, 8)
 
 
 def test_another_job_in_the_same_folder_is_left_out_and_named(stuck: Path, tmp_path: Path) -> None:
@@ -200,7 +168,7 @@ def test_another_job_in_the_same_folder_is_left_out_and_named(stuck: Path, tmp_p
         if path.name in ("rank_0", "rank_1"):
             (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
     verdict = diagnose(tmp_path)
-    assert blamed(verdict) == (11,)
+    assert blamed(verdict) == (7,)
     assert any("ranks 0-1" in text and "another job" in text for text in verdict.missing_evidence)
 
 
@@ -216,7 +184,7 @@ def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
             data[: len(data) // 2] if path.name == "rank_3" else data
         )
     verdict = diagnose(tmp_path)
-    assert 11 in blamed(verdict)
+    assert 7 in blamed(verdict)
     assert any("ends in the middle" in text for text in verdict.missing_evidence)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from _diagnosing import commlens, grade
-from chosen import long
+from chosen import WHOLE, long
 from dumpgen import MESHES, Conditions, Job
 from dumpgen.faults import Fault, Injection, Site, Truth, by_name, possible, swapped
 from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES, Mesh
@@ -160,6 +160,8 @@ def assert_right(mesh: Mesh, fault: str, folder: Path, conditions: Conditions) -
 SHORT = Conditions(history=6, ring=800)
 
 
+QUICK = Conditions(history=3, ring=800)
+WIDE = Conditions(history=10) if WHOLE else QUICK
 OF_OTHER_DIMENSIONS = {
     "stuck-before-dp",
     "stuck-before-world",
@@ -175,14 +177,19 @@ OF_OTHER_DIMENSIONS = {
 """Faults like others, in another dimension of the mesh or on more ranks."""
 
 
+FAULTS = [fault.name for fault in possible(MESHES[16])]
+IN_8 = {fault.name for fault in possible(MESHES[8])} - OF_OTHER_DIMENSIONS
+
+
 @pytest.mark.parametrize(
-    "fault",
-    [long(fault.name, when=fault.name in OF_OTHER_DIMENSIONS) for fault in possible(MESHES[16])],
+    ("fault", "size"),
+    [
+        *[(fault, 8) for fault in FAULTS if fault in IN_8],
+        *[long(fault, 16, when=fault in IN_8 | OF_OTHER_DIMENSIONS) for fault in FAULTS],
+    ],
 )
-def test_every_fault_is_found(tmp_path: Path, fault: str) -> None:
-    assert_right(
-        MESHES[16], fault, tmp_path, Conditions(history=8) if fault == "far-behind" else SHORT
-    )
+def test_every_fault_is_found(tmp_path: Path, fault: str, size: int) -> None:
+    assert_right(MESHES[size], fault, tmp_path, QUICK if size == 8 else WIDE)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +200,14 @@ def test_faults_are_found_without_history_stacks_and_common_clocks(
     tmp_path: Path, fault: str
 ) -> None:
     assert_right(
-        MESHES[16], fault, tmp_path, Conditions(version="2.3", stacks=False, history=8, skew_s=2.0)
+        MESHES[16], fault, tmp_path, Conditions(version="2.3", stacks=False, history=4, skew_s=2.0)
     )
 
 
 @pytest.mark.parametrize(
-    "mesh", [long(MEGATRON_MESHES[16]), FLAT_MESHES[16]], ids=["megatron", "flat"]
+    "mesh",
+    [long(MEGATRON_MESHES[16]), long(FLAT_MESHES[16]), FLAT_MESHES[8]],
+    ids=["megatron", "flat", "flat-8"],
 )
 @pytest.mark.parametrize(
     "fault",
