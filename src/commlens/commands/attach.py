@@ -125,15 +125,16 @@ def _look_everywhere(arguments: argparse.Namespace) -> list[HostSamples]:
             look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command
         )
         hosts = _look_here(worlds, arguments) if worlds else []
-        here = {(host.host, sample.log.pid) for host in hosts for sample in host.samples}
-        for host in elsewhere.result():
-            # a machine that was named may be this one: its ranks are known already
-            if here.isdisjoint((host.host, sample.log.pid) for sample in host.samples):
-                hosts.append(host)
+        hosts += [host for host in elsewhere.result() if _pids(host).isdisjoint(_pids(*hosts))]
     if not any(host.samples for host in hosts):
         notes = " ".join(note for host in hosts for note in host.notes)
         raise EvidenceError(f"No rank was found on {', '.join(names)}. {notes or refused}")
     return hosts
+
+
+def _pids(*hosts: HostSamples) -> set[tuple[str, int]]:
+    """Return the processes of ranks, by which a machine that was named is known to be this one."""
+    return {(host.host, sample.log.pid) for host in hosts for sample in host.samples}
 
 
 def _of_black_boxes(worlds: Sequence[FoundWorld]) -> Verdict | None:

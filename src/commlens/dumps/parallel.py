@@ -188,9 +188,7 @@ def _read_files(
             continue
         if kind is TEXT:
             several = _with_unnamed_lines(several, name)
-            # the name, if no line shows the rank
-            if name.note and any(one.rank < 0 and (name.sure or not one.of_job) for one in several):
-                problems.append(name.note)
+            problems += _notes_on_name(several, name)
         for columns in several:
             _complete(columns, source, name)
             if columns.rank < 0 and not unnamed:
@@ -199,6 +197,12 @@ def _read_files(
                 )
             elif ranks is None or columns.rank in ranks:
                 yield columns
+
+
+def _notes_on_name(several: list[RankColumns], name: FileName) -> list[str]:
+    """Return why a log's name may not show its rank, if no line does."""
+    needs_name = any(one.rank < 0 and (name.sure or not one.of_job) for one in several)
+    return [name.note] if needs_name and name.note else []
 
 
 def _complete(columns: RankColumns, source: Source, name: FileName) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -143,12 +143,7 @@ def read_own_files(
     if job is not None and job not in by_job:
         only = f", only of {', '.join(others[:5])}" if others else ""
         problems.append(f"There is no black box of job {job} here{only}.")
-    for name in others[:_JOBS_NAMED]:
-        owner = f"another job ({name or 'without a name'}, not {chosen})"
-        problems.append(_left_out([box.path for box in by_job[name]], owner))
-    if len(others) > _JOBS_NAMED:
-        more = len(others) - _JOBS_NAMED
-        problems.append(f"The black boxes of {more} more jobs are left out.")
+    problems += _left_out_jobs(by_job, chosen, others)
     logs = []
     for name in sorted(joined):
         of_job = [one for one in observed if one.job == name]
@@ -177,6 +172,17 @@ def _read_files(
             problems.append(str(error))
             unread += kind not in (OBSERVED, CORE)
     return boxes, observed, cores, unread
+
+
+def _left_out_jobs(
+    by_job: Mapping[str, Sequence[_Box]], chosen: str, others: Sequence[str]
+) -> Iterator[str]:
+    """Yield which jobs are left out, in sentences."""
+    for name in others[:_JOBS_NAMED]:
+        owner = f"another job ({name or 'without a name'}, not {chosen})"
+        yield _left_out([box.path for box in by_job[name]], owner)
+    if len(others) > _JOBS_NAMED:
+        yield f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out."
 
 
 def _logs_of_job(

@@ -117,9 +117,7 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
             [_cell_text(column, row, most, names) for column in table.columns],
         )
         if _is_fault(table, number) and most and most.line:
-            cells = [column.cells[row] for column in table.columns]
-            lines = [cell.line if cell and cell.line != most.line else "" for cell in cells]
-            add("", f"  {most.line}", lines)
+            add("", f"  {most.line}", _other_lines(table.columns, row, most.line))
     return grid
 
 
@@ -134,6 +132,12 @@ def _empty_grid(width: int, mark_width: int, what_width: int, kinds: int) -> Tab
         each = max(_NARROWEST, min(_WIDEST, (left - what_width) // kinds - _GAP))
         grid.add_column(no_wrap=True, overflow="ellipsis", width=each)
     return grid
+
+
+def _other_lines(columns: list[Column], row: int, usual: str) -> list[str]:
+    """Return each column's source line in a row, empty where it is the usual one."""
+    cells = [column.cells[row] for column in columns]
+    return [cell.line if cell and cell.line != usual else "" for cell in cells]
 
 
 def _is_fault(table: EntryTable, number: int) -> bool:

@@ -50,10 +50,7 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
     hazards = [finding for finding in verdict.findings if finding.kind == "hazard"]
     if findings := [finding for finding in verdict.findings if finding.kind != "hazard"]:
         first, *others = findings
-        # the answer gives some of it already
-        shown = f"{first.summary} {first.explanation}"
-        evidence = [text for text in first.evidence if text.rstrip(".") not in shown]
-        parts += _list("Evidence", evidence, _MOST_EVIDENCE)
+        parts += _list("Evidence", _evidence(first), _MOST_EVIDENCE)
         roots = [_with_source(finding) for finding in others if finding.root_cause]
         rest = [_with_source(finding) for finding in others if not finding.root_cause]
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
@@ -65,6 +62,12 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
     if verdict.looked_at:
         parts += ["", Text(f"Looked at {verdict.looked_at}." + _confidence(verdict), style="dim")]
     return parts
+
+
+def _evidence(finding: Finding) -> list[str]:
+    """Return the evidence that the answer does not give yet."""
+    shown = finding.summary + " " + finding.explanation
+    return [text for text in finding.evidence if text.rstrip(".") not in shown]
 
 
 def _told_of_records(cause: AnyCause | None) -> str:

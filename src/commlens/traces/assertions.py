@@ -218,11 +218,11 @@ def condense(data: TraceData) -> TraceData:
         )
         key = (data.is_setup(event), *(getattr(plain, name) for name in plain.__struct_fields__))
         kept.setdefault(key, plain).count += event.count
-    setup = [event for (is_setup, *_), event in kept.items() if is_setup]
-    later = [event for (is_setup, *_), event in kept.items() if not is_setup]
-    order = [*sorted(setup, key=_stable_order), *sorted(later, key=_stable_order)]
+    # a key begins with whether it is of the setup, which comes first
+    in_order = sorted(kept.items(), key=lambda item: (not item[0][0], _stable_order(item[1])))
+    order = [event for _, event in in_order]
     if data.setup_until is not None:
-        condensed.setup_until = len(setup)
+        condensed.setup_until = sum(key[0] for key in kept)
     for sequence, event in enumerate(order, start=1):
         event.sequence = sequence
     condensed.events = order

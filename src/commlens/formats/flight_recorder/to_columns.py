@@ -26,7 +26,7 @@ from commlens.formats.flight_recorder.names import (
     read_name,
 )
 from commlens.formats.flight_recorder.table import INTEGER_MAX, EntryColumns, Signature
-from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, Stack, TensorSpec
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ops import POINT_TO_POINT, UNKNOWN_DTYPE
 from commlens.text import TEXT_MAX, clean
@@ -52,10 +52,7 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     names, name_index = [read_name(text) for text in texts], table.column("name")
     channel, columns.channels = _channels(table, names, ranks)
     args_index, columns.args = _args(table, names, one_tensor=columns.version in _FIRST_TENSOR_ONLY)
-    frames = [(clean(file), line, clean(function)) for file, line, function in table.frames]
-    columns.call_stacks = [
-        stack_of(frames[place] for place in memoryview(stack).cast("i")) for stack in table.stacks
-    ]
+    columns.call_stacks = _stacks(table)
     closes = _which(names, name_index, lambda one: one.closes)
     is_message = table.column("is_p2p") | _which(
         names, name_index, lambda one: one.op in POINT_TO_POINT
@@ -110,6 +107,13 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
         columns, _ranks_in(columns.channels, channel, name_index, [one.own_rank for one in names])
     )
     return columns
+
+
+def _stacks(table: EntryColumns) -> list[Stack]:
+    frames = [(clean(file), line, clean(function)) for file, line, function in table.frames]
+    return [
+        stack_of(frames[place] for place in memoryview(stack).cast("i")) for stack in table.stacks
+    ]
 
 
 def _read_about(table: EntryColumns, source: str) -> tuple[RankColumns, _Ranks]:

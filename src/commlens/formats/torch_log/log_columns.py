@@ -140,14 +140,12 @@ def _add_group(
             )
         )
         has_started = progress is not None and progress.started >= number
-        logged_ns = times.get(number, 0)
-        is_dated = logged_ns > 0 and timeout.ran_ms >= 0
         operations.add(
             channel,
             len(columns.args) - 1,
             sequence=number,
             timeout_ms=timeout.timeout_ms,
-            created_ns=max(0, logged_ns - timeout.ran_ms * 1_000_000) if is_dated else 0,
+            created_ns=_created_ns(timeout, times.get(number, 0)),
             state=STARTED if has_started else SCHEDULED,
         )
 
@@ -191,6 +189,13 @@ def _add_unnamed_timeouts(columns: RankColumns, about: RankLines) -> None:
         for name, limit in about.nccl2_timeouts.items()
     ]
     del columns.timeouts[NOTES_MAX:]
+
+
+def _created_ns(timeout: Timeout, logged_ns: int) -> int:
+    """Return when a collective was issued whose timeout was logged at that time; 0: unknown."""
+    if not logged_ns or timeout.ran_ms < 0:
+        return 0
+    return max(0, logged_ns - timeout.ran_ms * 1_000_000)
 
 
 def _args_of_call(call: NcclCall) -> CollectiveArgs:

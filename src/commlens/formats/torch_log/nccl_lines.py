@@ -262,16 +262,19 @@ class NcclLines:
         firsts = {member.calls[0][0] for member in used.values()}
         if len(firsts) > 1 and any(member.sends for member in used.values()):
             return None  # the numbers count messages, too, which ranks do not have alike
-        calls = {rank: dict(member.calls) for rank, member in used.items()}
-        if len(firsts) == 1:
-            # Counted from the first one: opCount also counts messages, so the gaps between its
-            # numbers differ between ranks.
-            first = firsts.pop()
-            calls = {
-                rank: dict(enumerate((call for _, call in member.calls), first))
-                for rank, member in used.items()
-            }
+        begins_alike = len(firsts) == 1
+        calls = {rank: _numbered(member.calls, begins_alike) for rank, member in used.items()}
         return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
+
+
+def _numbered(calls: list[tuple[int, NcclCall]], begins_alike: bool) -> dict[int, NcclCall]:
+    """Return calls by number. If the first one has the same number on all ranks, the others are
+    counted from it: opCount also counts messages, so the gaps between its numbers differ between
+    ranks.
+    """
+    if begins_alike:
+        return dict(enumerate((call for _, call in calls), calls[0][0]))
+    return dict(calls)
 
 
 def _met(calls: dict[int, dict[int, NcclCall]]) -> int:
