@@ -333,18 +333,14 @@ def _blame(
     sides = {rank for party in answer.parties for rank in party.ranks if rank in met}
     mismatch.culprits = decision.culprits or tuple(sorted(sides))
     mismatch.blamed_by = decision.by
-    shift = mismatch.shift = _shift_of(here, decision)
+    shift = here[0] if here else None
+    is_by_rank = decision.by in ("other-groups", "routine")
+    if shift is not None and is_by_rank and shift.rank not in decision.culprits:
+        shift = None  # other ranks are blamed for the disagreement
+    mismatch.shift = shift
     mismatch.departure = (
         _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
     )
-
-
-def _shift_of(here: Sequence[Shift], decision: Decision) -> Shift | None:
-    """Return the shift that starts at a disagreement, unless other ranks are blamed for it."""
-    shift = here[0] if here else None
-    if decision.by in ("other-groups", "routine") and shift is not None:
-        return shift if shift.rank in decision.culprits else None
-    return shift
 
 
 def _decide(

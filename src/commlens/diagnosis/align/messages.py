@@ -81,10 +81,12 @@ def _latest_taker(view: RankView, receive: Collective) -> Collective | None:
     sender and tag.
     """
     wanted = (receive.peer, receive.tag)
-    for op in reversed(from_any(view, receive.channel.key)):
-        if op.index < receive.index and (op.took_from, op.tag) == wanted:
-            return op
-    return None
+    takers = (
+        op
+        for op in reversed(from_any(view, receive.channel.key))
+        if op.index < receive.index and (op.took_from, op.tag) == wanted
+    )
+    return next(takers, None)
 
 
 def _names_latest_source(view: RankView, receive: Collective) -> bool:
@@ -92,15 +94,10 @@ def _names_latest_source(view: RankView, receive: Collective) -> bool:
     any source before it took. So do programs that receive a header from any rank, and then the rest
     of the message from the rank that sent the header.
     """
-    earlier = from_any(view, receive.channel.key)
-    for (key, peer, direction), ops in view.pairs.items():
-        if key != receive.channel.key or direction != "recv" or peer < 0:
-            continue
-        for op in ops:
-            if op.index < receive.index and op.call_lines == receive.call_lines:
-                before = [one for one in earlier if one.index < op.index]
-                if before and before[-1].took_from == peer:
-                    return True
+    for op in _earlier_at_line(view, receive):
+        before = [one for one in from_any(view, op.channel.key) if one.index < op.index]
+        if before and op.peer is not None and before[-1].took_from == op.peer:
+            return True
     return False
 
 
@@ -350,11 +347,7 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> _Expected | No
     there, it is the one at the distance that the others keep.
     """
     ranks = op.channel.key[2]
-    before = [
-        one.peer
-        for one in _same_direction(view, op)
-        if one.call_lines == op.call_lines and one.index < op.index
-    ]
+    before = [one.peer for one in _earlier_at_line(view, op)]
     if before:
         usual = before[0]
         # one message shows no habit; and a line may choose another peer each time
@@ -415,6 +408,15 @@ def _same_direction(view: RankView, op: Collective) -> list[Collective]:
         for (of, _, direction), ops in view.pairs.items()
         if of == key and direction == op.op
         for one in ops
+    ]
+
+
+def _earlier_at_line(view: RankView, op: Collective) -> list[Collective]:
+    """Return the rank's earlier messages like this one from the same lines."""
+    return [
+        one
+        for one in _same_direction(view, op)
+        if one.call_lines == op.call_lines and one.index < op.index
     ]
 
 

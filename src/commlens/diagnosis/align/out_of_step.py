@@ -452,8 +452,6 @@ class SwappedOrder(msgspec.Struct):
 def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     """Return the swapped orders of a channel, by rank."""
     tracks = job.tracks_on(key)
-    if len(tracks) < 2:
-        return []
     # Compare all ranks with the first. If most differ from it in the same place, the first rank is
     # the odd one.
     base, *others = sorted(tracks)

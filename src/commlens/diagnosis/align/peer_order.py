@@ -64,7 +64,7 @@ def _find(
     line or none.
     """
     kinds = job.group_kinds
-    own = _channels_of_ranks(kinds, used)
+    own = _channels_of_ranks(kinds, used)  # of each rank: its row, its column
     found: dict[int, tuple[Collective, Collective]] = {}
     members = {member for key in keys for member in key[2]} & job.views.keys()
     for ops in _continued(job, sorted(members), own, len(used), line):
@@ -100,16 +100,16 @@ def _continued(
     job: JobIndex,
     ranks: Iterable[int],
     own: Mapping[int, Mapping[GroupKind, ChannelKey]],
-    kinds: int,
+    count: int,
     line: Line | None,
 ) -> Iterable[dict[int, Collective]]:
-    """Return, for each state that ranks with channels of all these kinds were in, the op with which
-    each rank continued: after 5 in their row and 2 in their column, ``{0: row #6, 1: row #6, 3:
-    column #3}``.
+    """Return, for each state in which ranks were, the op with which each of them continued: after 5
+    in their row and 2 in their column, ``{0: row #6, 1: row #6, 3: column #3}``. Ranks without
+    channels of all kinds, ``count`` of them, are left out.
     """
     following: dict[tuple[int, ...], dict[int, Collective]] = defaultdict(dict)
     for rank in ranks:
-        if len(own[rank]) == kinds:
+        if len(own[rank]) == count:
             for state, op in _states(job.views[rank], own[rank], line):
                 following[state].setdefault(rank, op)
     return following.values()
@@ -156,8 +156,8 @@ def _last_from(history: Sequence[Collective], line: Line | None) -> int:
     return next((op.sequence_number for op in reversed(history) if (op.op, op.source) == line), 0)
 
 
-_Kind = ChannelKey | tuple[str, Frame | None]
-"""Of an op: its channel; of a message, its direction and line."""
+_Series = ChannelKey | tuple[str, Frame | None]
+"""Ops that are counted together: of a channel, or messages of one direction from one line."""
 
 
 def _states(
@@ -166,9 +166,10 @@ def _states(
     """Return the ops of these channels, and the messages from the line, near the rank's first op in
     flight, each with the state before it: how many ops the rank had issued, by kind.
 
-    If the rank had issued 5 collectives in its row and 2 in its column, and continued in its row,
+    If a rank had issued 5 collectives in its row and 2 in its column, and continued in its row,
     its row and its column, the result is ``[((5, 2), row #6), ((6, 2), row #7), ((7, 2), column
-    #3)]``. The messages from the line are the last of the numbers. Empty if one is not known.
+    #3)]``. With a line, the last number counts the messages from there. Empty if one of the first
+    numbers is not known.
     """
     keys = [own[kind] for kind in sorted(own)]
     tracks = list(map(view.tracks.get, keys))
@@ -177,12 +178,12 @@ def _states(
     if position is None:
         return []
     start, end = max(0, position - _BEFORE), min(len(view.history), position + _AFTER)
-    kinds: list[_Kind] = [*keys, *filter(None, [line])]
-    ops: list[tuple[int, Collective]] = []  # with the places of their kinds
+    series: list[_Series] = [*keys, *filter(None, [line])]
+    ops: list[tuple[int, Collective]] = []  # with the places of their series
     for op in view.history[start:end]:
-        kind: _Kind = (op.op, op.source) if op.is_point_to_point else op.channel.key
-        if kind in kinds:
-            ops.append((kinds.index(kind), op))
+        of: _Series = (op.op, op.source) if op.is_point_to_point else op.channel.key
+        if of in series:
+            ops.append((series.index(of), op))
     firsts = {place: op.sequence_number for place, op in reversed(ops)}
     counts = [
         firsts[place] - 1
@@ -192,10 +193,8 @@ def _states(
     ]
     if line is not None:
         counts.append(_issued_from(view, line, start, firsts.get(len(keys), 0)))
-    if -1 in counts:
-        return []
     states = []
-    for place, op in ops:
+    for place, op in ops if -1 not in counts else ():
         states.append((tuple(counts), op))
         counts[place] = op.sequence_number
     return states

@@ -365,16 +365,16 @@ def awaited_others(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
         for of_class, numbers in issued:
             if numbers.get(role(channel), 0) < number:
                 found |= of_class & others
-    return found | _peers(logs, alike)
+    return found | (_peers(logs) & alike.others)
 
 
-def _peers(logs: Sequence[RankLog], alike: AlikeRanks) -> set[int]:
-    """Return the ranks that were not examined, but exchange messages with examined ones."""
+def _peers(logs: Sequence[RankLog]) -> set[int]:
+    """Return the ranks with which these exchange messages, or may: a receive from any source names
+    none.
+    """
     messages = [op for log in logs for op in log.collectives if op.is_point_to_point]
-    found = {op.peer for op in messages if op.peer is not None}
-    for ranks in {op.channel.group.all_ranks for op in messages if op.peer is None}:
-        found.update(ranks)  # one of them may send
-    return found & alike.others
+    groups = {op.channel.group.all_ranks for op in messages if op.peer is None}
+    return {op.peer for op in messages if op.peer is not None}.union(*groups)
 
 
 def _issued(log: RankLog) -> dict[tuple[object, ...], int]:

@@ -323,8 +323,6 @@ def representatives(by_rank: Mapping[int, Mapping[int, Collective]]) -> dict[int
     equal in the numbers that all of them have.
     """
     columns = {rank: ops for rank, ops in by_rank.items() if isinstance(ops, ColumnOps)}
-    if len(columns) < 2:
-        return {}
     first = max(int(ops.numbers[0]) for ops in columns.values())
     last = min(int(ops.numbers[-1]) for ops in columns.values())
     kinds: dict[bytes, list[int]] = {}

@@ -10,6 +10,7 @@ main thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 from commlens.diagnosis.fold.alike import NONE_ALIKE, AlikeRanks
@@ -29,7 +30,7 @@ from commlens.diagnosis.select.job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import Channel, ChannelKey, Collective, LearnedHow, State
 from commlens.model.grouping import grouped
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import RankLog, ThreadStack
 
 _ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)
 """How it was learned that an op in flight has not completed on its device. This is unknown for an
@@ -103,8 +104,6 @@ def _move_unknown_blocks(job: JobIndex) -> None:
 def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
     """Mark threads that wait for a dead rank as stuck, however short their wait: it never ends."""
     dead = [view for view in job.views.values() if view.died]
-    if not dead:
-        return
     for view in job.views.values():
         for block in view.blocks.values():
             if not block.stuck and block.how != "assumed":
@@ -353,8 +352,8 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
     """
     if view.main_thread in view.blocks or view.exit.kind == "clean":
         return False
-    stack = view.log.main_stack
-    if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < head.announced_ns):
+    stack = _main_stack_since(view, head)
+    if stack is None:
         return True
     if activity.waits_for_device(stack.frames):
         return True
@@ -362,6 +361,14 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
     if doing.by_name:  # load_batch may copy its batch to the device, which waits, too
         return activity.spins(seen)
     return doing.why is None and activity.may_wait_for_device(seen)
+
+
+def _main_stack_since(view: RankView, op: Collective) -> ThreadStack | None:
+    """Return the main thread's stack, if it was taken after an op was issued."""
+    stack = view.log.main_stack
+    if stack is None or not stack.frames or 0 < stack.taken_ns < op.announced_ns:
+        return None
+    return stack
 
 
 def _may_be_pending(view: RankView, op: Collective) -> bool:
@@ -383,29 +390,17 @@ def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
     """Return whether the main thread may wait in C++, which is not recorded: DDP's reducer and
     functional collectives do.
     """
-    if view.main_thread in view.blocks or any(
-        block.how in ("wait", "issue") for block in view.blocks.values()
-    ):
+    sees_waits = any(block.how in ("wait", "issue") for block in view.blocks.values())
+    if sees_waits or view.main_thread in view.blocks or view.exit.kind == "clean":
         return False
-    if view.exit.kind == "clean":
-        return False
-    stack = view.log.main_stack
-    if (
-        stack is None
-        or not stack.frames
-        or (stack.taken_ns and stack.taken_ns < oldest.announced_ns)
-    ):
-        return True
-    if activity.classify_frames(view.log, stack.frames).why is not None:
-        return False
-    return activity.torch_is_innermost(stack.frames)
+    stack = _main_stack_since(view, oldest)
+    return stack is None or (
+        activity.classify_frames(view.log, stack.frames).why is None
+        and activity.torch_is_innermost(stack.frames)
+    )
 
 
 def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
-    """Return whether a failed op is the last one of its thread."""
-    for op in reversed(view.log.collectives):
-        if op is failed:
-            return True
-        if op.issue_thread == failed.issue_thread and op.state is not State.FAILED:
-            return False
-    return True
+    """Return whether a failed op is the last one of its thread, but for others that failed."""
+    later = takewhile(lambda op: op is not failed, reversed(view.log.collectives))
+    return all(op.state is State.FAILED for op in later if op.issue_thread == failed.issue_thread)

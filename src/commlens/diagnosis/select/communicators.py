@@ -8,7 +8,9 @@ completed. Names are not needed for this.
 If no rank has such a record of a communicator, it was made past torch, as vLLM's pynccl or CuPy
 make theirs. It becomes a group made by hand, whose members all know its hash, and each call becomes
 a record. The collectives that CUDA graphs launch on it are those of a second group: nothing orders
-them among the calls of hosts.
+them among the calls of hosts. If one rank calls what the graphs of another one launch, the
+communicator is mixed: only the sum of both can be compared, so each rank gets one record, of the
+collective in which its device is.
 """
 
 from __future__ import annotations
@@ -212,8 +214,14 @@ class _RankWithNccl:
 def _may_be_cut(
     ops: Sequence[NcclOp], comm: NcclCommunicator, known: Mapping[bool, Collection[int]]
 ) -> bool:
-    """Return whether a call may have had more operations than these: the plugin keeps the newest
-    ones only. A whole call's numbers follow one another, and those next to them are known, too.
+    """Return whether a call may have made more operations than these: the plugin keeps the newest
+    ones only. The numbers of a whole call have no gap, and the numbers before and after them are
+    known, too.
+
+    Args:
+        ops: that are known of the call.
+        comm: their communicator.
+        known: the numbers of all known collectives, and (True) of all known messages.
     """
     for is_message, called in ((False, comm.collectives), (True, comm.messages)):
         mine = [op.number for op in ops if op.is_message == is_message]
@@ -250,7 +258,7 @@ class _CallsByThread:
         record = ops[at] if at >= 0 else None
         if record is None:
             return None
-        # an older one has returned, whatever its record says
+        # the thread has left the call if it made a later one, whatever the record says
         until_ns = record.returned_ns or (0 if at + 1 < len(ops) else op.called_ns)
         if until_ns < op.called_ns - _SLACK_NS:
             return None
@@ -385,22 +393,27 @@ def _record_of(op: NcclOp, channel: Channel) -> Collective:
 def _enriched(
     record: Collective, ops: Sequence[NcclOp] | None, captured_ns: int, *, is_cut: bool
 ) -> Collective:
-    """Return a record with what the plugin wrote of it: whether its kernel has started, and ended.
+    """Return a record with what the plugin wrote of it: whether its kernels have started and ended.
     A call that was captured did not run, so its state stays as it is.
+
+    Args:
+        record: of a call.
+        ops: the operations that the plugin noted of this call.
+        captured_ns: when the rank's records were read.
+        is_cut: whether the call may have made more operations than these.
     """
     if not ops:
         return record
     more: dict[str, Any] = {"nccl": tuple(ops)}
-    is_open = record.in_flight or record.state is State.UNKNOWN
-    if record.captured or any(op.captured and not op.is_replay for op in ops):
-        is_open = False
-    if all(op.has_stopped for op in ops):
-        if is_open and not is_cut:
+    has_run = not record.captured and all(op.is_replay or not op.captured for op in ops)
+    is_open = has_run and (record.in_flight or record.state is State.UNKNOWN)
+    has_ended = all(op.has_stopped for op in ops)
+    if is_open and has_ended:
+        if not is_cut:
             more["state"], more["done_ns"] = State.COMPLETED, max(op.stopped_ns for op in ops)
             more["learned_how"] = LearnedHow.NATIVE_RECORDER
     elif is_open and all(op.with_kernels for op in ops):
-        how_far = _how_far(ops, captured_ns, is_cut=is_cut)
-        more["state"], more["learned_how"] = State.ISSUED, how_far
+        more["state"], more["learned_how"] = State.ISSUED, _how_far(ops, captured_ns, is_cut=is_cut)
     return msgspec.structs.replace(record, **more)
 
 
