@@ -238,8 +238,7 @@ def _main_went_on(context: Context, edge: Edge) -> bool:
 def op_at(view: RankView, instance: Instance) -> Collective | None:
     """Return a rank's own record of an instance."""
     if instance.sender < 0:
-        track = view.tracks.get(instance.key)
-        return track.ops.get(instance.number) if track is not None else None
+        return view.op_at(instance.key, instance.number)
     peer, direction = (
         (instance.receiver, "send") if view.rank == instance.sender else (instance.sender, "recv")
     )

@@ -157,18 +157,11 @@ def _user_sites(rows: RankColumns, keep: Integers) -> tuple[list[Stack], Integer
     sites: dict[Stack, int] = {}
     for number in used.tolist():
         if number >= 0:
-            lines = _user_lines(rows.call_stacks[number])
+            stack_lines = tuple(islice(user_lines(rows.call_stacks[number]), _LINES))
+            # without lines of the user's code, the innermost line of a library
+            lines = stack_lines or tuple(filter(None, [user_frame(rows.call_stacks[number])]))
             places[number] = sites.setdefault(lines, len(sites)) if lines else -1
     return list(sites), places[stack]
-
-
-def _user_lines(stack: Stack) -> Stack:
-    """Return the innermost lines of the user's code; if there are none, the innermost line of a
-    library.
-    """
-    innermost = user_frame(stack)
-    lines = tuple(islice(user_lines(stack), _LINES))
-    return lines or ((innermost,) if innermost is not None else ())
 
 
 def is_message(args: Sequence[CollectiveArgs], index: Integers) -> Integers:

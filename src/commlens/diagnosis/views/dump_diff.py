@@ -9,7 +9,7 @@ still in all_reduce #41 of group dp [0-3] (train.py:81 step)."
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import msgspec
@@ -203,7 +203,7 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     moved = []
     for change, ranks in ranks_by_change.items():
         old, new = first.get(ranks[0]), second.get(ranks[0])
-        sentence = ranks_and_verb(ranks, change.singular, change.plural)
+        sentence = ranks_and_verb(ranks, change.singular, change.plural or change.singular)
         moved.append(
             Moved(
                 ranks,
@@ -216,7 +216,11 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     movement = Movement(
         ranks=sorted(moved, key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks))
     )
-    movement.apart_s = _seconds_apart(first, second)
+    old_ns, new_ns = (
+        max((one.newest_ns for one in positions.values()), default=0)
+        for positions in (first, second)
+    )
+    movement.apart_s = (new_ns - old_ns) / 1e9 if 0 < old_ns < new_ns else 0.0
     movement.answer = _answer(movement, sorted(first.keys() & second.keys()))
     return movement
 
@@ -228,7 +232,7 @@ class _PositionChange(NamedTuple):
 
     kind: MovementKind
     singular: str
-    plural: str
+    plural: str = ""  # empty: the same
 
 
 def _change(old: Position | None, new: Position | None) -> _PositionChange:
@@ -249,7 +253,7 @@ def _change(old: Position | None, new: Position | None) -> _PositionChange:
     issued = now.issued - before.issued
     line = f" ({now.line})" if now.line else ""
     if issued < 0:
-        return _same_for_several(
+        return _PositionChange(
             "again", "issued fewer operations than before: restarted, or of another job."
         )
     if not issued and old.identity == new.identity:
@@ -265,32 +269,18 @@ def _change(old: Position | None, new: Position | None) -> _PositionChange:
     more = f"issued {count(issued, 'more operation')}" if issued else "issued nothing more"
     if not now.in_flight:
         if not issued:
-            return _same_for_several("finished", f"{more}, and {before.in_flight} has ended.")
-        return _same_for_several(
+            return _PositionChange("finished", f"{more}, and {before.in_flight} has ended.")
+        return _PositionChange(
             "moved", f"{more}, and {'it has ended' if issued == 1 else 'all have ended'}."
         )
     if old.identity == new.identity:
         behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
         return _PositionChange("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
-    return _same_for_several(
+    return _PositionChange(
         "moved",
         f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}:"
         f" {more}.",
     )
-
-
-def _same_for_several(kind: MovementKind, predicate: str) -> _PositionChange:
-    """Return a change whose sentence is the same for one rank and for several."""
-    return _PositionChange(kind, predicate, predicate)
-
-
-def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]) -> float:
-    """Return the time between the last signs of life in two dumps; 0 if unknown."""
-    old, new = (
-        max((one.newest_ns for one in positions.values()), default=0)
-        for positions in (first, second)
-    )
-    return (new - old) / 1e9 if old and new > old else 0.0
 
 
 def _answer(movement: Movement, both: list[int]) -> str:
