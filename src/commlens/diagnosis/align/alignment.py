@@ -424,13 +424,12 @@ def _out_of_step(
 
 def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
     """Return whether a rank is stuck on this channel, from this number on."""
-    for rank in job.users[key]:
-        view = job.views[rank]
-        if any(open_number >= number for open_number in view.tracks[key].open):
-            return True
-        if any(block.op.channel.key == key for block in view.blocks.values()):
-            return True
-    return False
+    views = [job.views[rank] for rank in job.users[key]]
+    return any(
+        any(open_number >= number for open_number in view.tracks[key].open)
+        or any(block.op.channel.key == key for block in view.blocks.values())
+        for view in views
+    )
 
 
 def _is_repeat(earlier: RecordMismatch, later: RecordMismatch) -> bool:

@@ -49,8 +49,6 @@ def lateness(job: JobIndex) -> list[Lateness]:
 def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
     first = max(int(ops.numbers[0]) for ops in columns.values())
     last = min(int(ops.numbers[-1]) for ops in columns.values())
-    if last - first + 1 < _MIN_COLLECTIVES:
-        return []
     ranks = sorted(columns)
     came, left = [], []  # a row for each rank, with a time for each collective
     for rank in ranks:
@@ -93,6 +91,6 @@ def _behind_others(arrived: Integers) -> Integers:
     """Return how long after all others each rank came to each collective; 0 or less if it was not
     the last.
     """
-    *_, second, last = np.sort(arrived, axis=0)
+    second, last = np.partition(arrived, -2, axis=0)[-2:]
     behind: Integers = arrived - np.where(arrived == last, second, last)
     return behind

@@ -124,12 +124,8 @@ def _by_thread(
     job: JobIndex, ranks: Iterable[int], met: Mapping[int, Collective]
 ) -> tuple[list[Collective], list[Collective]]:
     """Return the collectives that main threads issued, and those that other threads did."""
-    main: list[Collective] = []
-    beside: list[Collective] = []
-    for rank in ranks:
-        if rank in met:
-            (main if _is_of_main(job.views[rank], met[rank]) else beside).append(met[rank])
-    return main, beside
+    issued = [(met[rank], _is_of_main(job.views[rank], met[rank])) for rank in ranks if rank in met]
+    return [op for op, of_main in issued if of_main], [op for op, of_main in issued if not of_main]
 
 
 def _is_of_main(view: RankView, op: Collective) -> bool:

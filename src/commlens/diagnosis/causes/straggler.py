@@ -335,11 +335,11 @@ def find_slow(context: Context) -> None:
     from commlens.diagnosis.align.lateness import lateness
 
     job = context.job
-    most = {one.rank: one for one in reversed(lateness(job))}
-    ranked = sorted(most.values(), key=lambda one: (-one.lost_ns, one.rank))
+    ranked = lateness(job)
     if not ranked:
         return
-    worst, second = ranked[0], ranked[1].lost_ns if len(ranked) > 1 else 0
+    worst = ranked[0]
+    second = next((one.lost_ns for one in ranked if one.rank != worst.rank), 0)
     span = _span_ns(job)
     if (
         worst.times < _MIN_TIMES

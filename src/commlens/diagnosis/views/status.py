@@ -332,10 +332,10 @@ def _location(log: RankLog, current: Collective | None) -> tuple[str, str]:
         return text if len(text) <= _EXCEPTION_MAX else f"{text[: _EXCEPTION_MAX - 1]}…", short
     # While nothing is issued, a stack is taken once a second: a younger record is newer than the
     # stack.
-    if stack is not None and current is not None and current.announced_ns > stack.taken_ns:
+    if current is not None and (
+        frame is None or stack is None or current.announced_ns > stack.taken_ns
+    ):
         frame = current.source or frame
-    if frame is None and current is not None:
-        frame = current.source
     return frame_phrase(frame), frame.where if frame is not None else ""
 
 
