@@ -206,12 +206,9 @@ def shortest_cycle(
     Empty if each cycle is one of threads of the same rank.
     """
     members = set(component)
-    best: list[tuple[WaitNode, WaitNode, Edge]] = []
-    for start in sorted(node for node in members if node.kind == "wait")[:_STARTS_MAX]:
-        path = _shortest_cycle_from(graph, members, start)
-        if path and (not best or len(path) < len(best)):
-            best = path
-    return best
+    starts = sorted(node for node in members if node.kind == "wait")[:_STARTS_MAX]
+    paths = (_shortest_cycle_from(graph, members, start) for start in starts)
+    return min(filter(None, paths), key=len, default=[])
 
 
 def _shortest_cycle_from(

@@ -224,9 +224,9 @@ def _running(
     signs, moves, watched = movement(log)
     state: State = "runs" if log.source or frames or log.collectives else "not-initialised"
     if log.expecting is not None:
-        doing = Activity(kind.why or "user-code", True, "expected-slow", frame, signs, watched)
-        doing.expecting = log.expecting
-        return doing
+        why = kind.why or "user-code"
+        expecting = log.expecting
+        return Activity(why, True, "expected-slow", frame, signs, watched, expecting=expecting)
     if end.kind == "terminated":
         return Activity(why, False, "was-ended", frame, [Sign("exit", exit=end)], watched)
     if log.left and log.collectives:  # it cannot take part in any more, whatever it does

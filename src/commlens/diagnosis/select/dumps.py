@@ -52,9 +52,10 @@ def select_dumps(dumps: Sequence[RankColumns]) -> tuple[list[RankColumns], list[
     notes += [
         f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems
     ]
+    text_logs = [log for log in text_logs if log.rank >= 0]
     chosen = _one_job(_with_ranks(recorded, notes), notes)
     if not chosen:  # there are text logs alone
-        return _one_per_rank([log for log in text_logs if log.rank >= 0], notes), notes
+        return _one_per_rank(text_logs, notes), notes
     kept = _add_text_logs(_one_per_rank(chosen, notes), text_logs)
     return sorted(kept, key=lambda dump: dump.rank), notes
 
@@ -238,17 +239,13 @@ def _add_text_logs(
     """
     by_rank = {dump.rank: dump for dump in kept}
     for log in text_logs:
-        if log.rank < 0:
-            continue
         dump = by_rank.setdefault(log.rank, log)
         if dump is log:
             continue
         dump.timeouts = [*dump.timeouts, *log.timeouts]
         dump.unplaced = [*dump.unplaced, *log.unplaced]
-        dump.timed_out = dump.timed_out or log.timed_out
-        dump.exception = dump.exception or log.exception
-        dump.exception_stack = dump.exception_stack or log.exception_stack
-        dump.device_assertion = dump.device_assertion or log.device_assertion
+        for name in ("timed_out", "exception", "exception_stack", "device_assertion"):
+            setattr(dump, name, getattr(dump, name) or getattr(log, name))
         if dump.observation.end is End.UNKNOWN:
             dump.observation = msgspec.structs.replace(log.observation)
     return list(by_rank.values())
