@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from commlens.diagnosis.align.routine import position_in
 from commlens.diagnosis.align.tie_break import is_majority
-from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView, Track
+from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView
 from commlens.model.collective import ChannelKey, Collective, Frame
 
 _BEFORE, _AFTER = 32, 128  # records of a rank to compare, around its first op in flight
@@ -64,10 +65,9 @@ def _find(
     line or none.
     """
     kinds = job.group_kinds
-    own = _channels_of_ranks(kinds, used)  # of each rank: its row, its column
+    peers = _peers(job, keys, used, line)
     found: dict[int, tuple[Collective, Collective]] = {}
-    members = {member for key in keys for member in key[2]} & job.views.keys()
-    for ops in _continued(job, sorted(members), own, len(used), line):
+    for ops in _continued(peers):
         of_rank = {
             rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key]
             for rank, op in ops.items()
@@ -78,40 +78,35 @@ def _find(
         theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
         for rank, op in ops.items():
             is_first = rank not in found or op.index < found[rank][0].index
-            if of_rank[rank] == usual or not is_first:
-                continue
-            if _left_out(job.views[rank], op, theirs, own[rank].get(usual), line):
+            if of_rank[rank] != usual and is_first and peers[rank].left_out(op, theirs, usual):
                 found[rank] = (op, theirs)
     return found
 
 
-def _channels_of_ranks(
-    kinds: Mapping[ChannelKey, GroupKind], used: Collection[GroupKind]
-) -> Mapping[int, Mapping[GroupKind, ChannelKey]]:
-    """Return each rank's own channels, by kind: its row, its column."""
-    own: dict[int, dict[GroupKind, ChannelKey]] = defaultdict(dict)
-    for key, kind in kinds.items():
+def _peers(
+    job: JobIndex, keys: Iterable[ChannelKey], used: Collection[GroupKind], line: Line | None
+) -> dict[int, _Peer]:
+    """Return the members of some channels that have channels of all kinds in use."""
+    own: dict[int, dict[GroupKind, ChannelKey]] = defaultdict(dict)  # of each rank: its row, column
+    for key, kind in job.group_kinds.items():
         for rank in key[2] if kind in used else ():
             own[rank][kind] = key
-    return own
+    members = {member for key in keys for member in key[2]} & job.views.keys()
+    return {
+        rank: _Peer(job.views[rank], own[rank], line)
+        for rank in sorted(members)
+        if len(own[rank]) == len(used)
+    }
 
 
-def _continued(
-    job: JobIndex,
-    ranks: Iterable[int],
-    own: Mapping[int, Mapping[GroupKind, ChannelKey]],
-    count: int,
-    line: Line | None,
-) -> Iterable[dict[int, Collective]]:
+def _continued(peers: Mapping[int, _Peer]) -> Iterable[dict[int, Collective]]:
     """Return, for each state in which ranks were, the op with which each of them continued: after 5
-    in their row and 2 in their column, ``{0: row #6, 1: row #6, 3: column #3}``. Ranks without
-    channels of all kinds, ``count`` of them, are left out.
+    in their row and 2 in their column, ``{0: row #6, 1: row #6, 3: column #3}``.
     """
     following: dict[tuple[int, ...], dict[int, Collective]] = defaultdict(dict)
-    for rank in ranks:
-        if len(own[rank]) == count:
-            for state, op in _states(job.views[rank], own[rank], line):
-                following[state].setdefault(rank, op)
+    for rank, peer in peers.items():
+        for state, op in peer.states():
+            following[state].setdefault(rank, op)
     return following.values()
 
 
@@ -128,118 +123,105 @@ def _usual(of_rank: Mapping[int, GroupKind], voters: int) -> GroupKind | None:
     return usual if others and is_usual else None
 
 
-def _left_out(
-    view: RankView, op: Collective, theirs: Collective, key: ChannelKey | None, line: Line | None
-) -> bool:
-    """Return whether a rank that continued with ``op`` has not done what its peers continued with.
-
-    Args:
-        view: of the rank.
-        op: with which it continued.
-        theirs: a peer's op.
-        key: the rank's own channel of that kind; None: it is a message.
-        line: of the messages.
-    """
-    if key is None:
-        is_behind = 0 < _last_from(view.history, line) < theirs.sequence_number
-    else:
-        track = view.tracks.get(key)
-        is_behind = track is None or track.completed < theirs.sequence_number
-    # A rank may be the only one that has to exchange this message: its first one says nothing in
-    # the first steps.
-    is_telling = not op.is_point_to_point or op.sequence_number > 1 or view.has_routine(op)
-    return is_behind and is_telling
-
-
-def _last_from(history: Sequence[Collective], line: Line | None) -> int:
-    """Return the number of a rank's last message from a line; 0 without one."""
-    return next((op.sequence_number for op in reversed(history) if (op.op, op.source) == line), 0)
-
-
 _Series = ChannelKey | tuple[str, Frame | None]
 """Ops that are counted together: of a channel, or messages of one direction from one line."""
 
 
-def _states(
-    view: RankView, own: Mapping[GroupKind, ChannelKey], line: Line | None
-) -> list[tuple[tuple[int, ...], Collective]]:
-    """Return the ops of these channels, and the messages from the line, near the rank's first op in
-    flight, each with the state before it: how many ops the rank had issued, by kind.
+class _Peer(NamedTuple):
+    """A rank whose order is compared with that of its peers."""
 
-    If a rank had issued 5 collectives in its row and 2 in its column, and continued in its row,
-    its row and its column, the result is ``[((5, 2), row #6), ((6, 2), row #7), ((7, 2), column
-    #3)]``. With a line, the last number counts the messages from there. Empty if one of the first
-    numbers is not known.
-    """
-    keys = [own[kind] for kind in sorted(own)]
-    tracks = list(map(view.tracks.get, keys))
-    first = _first_in_flight(view, tracks, line)
-    position = position_in(view.history, first) if first is not None else len(view.history)
-    if position is None:
-        return []
-    start, end = max(0, position - _BEFORE), min(len(view.history), position + _AFTER)
-    series: list[_Series] = [*keys, *filter(None, [line])]
-    ops: list[tuple[int, Collective]] = []  # with the places of their series
-    for op in view.history[start:end]:
-        of: _Series = (op.op, op.source) if op.is_point_to_point else op.channel.key
-        if of in series:
-            ops.append((series.index(of), op))
-    firsts = {place: op.sequence_number for place, op in reversed(ops)}
-    counts = [
-        firsts[place] - 1
-        if place in firsts
-        else _issued(view, track, at_end=end == len(view.history))
-        for place, track in enumerate(tracks)
-    ]
-    if line is not None:
-        counts.append(_issued_from(view, line, start, firsts.get(len(keys), 0)))
-    states = []
-    for place, op in ops if -1 not in counts else ():
-        states.append((tuple(counts), op))
-        counts[place] = op.sequence_number
-    return states
+    view: RankView
+    own: Mapping[GroupKind, ChannelKey]  # its channels of the kinds that are compared
+    line: Line | None  # of the messages that are compared, too
 
+    def states(self) -> list[tuple[tuple[int, ...], Collective]]:
+        """Return the compared ops near the rank's first op in flight, each with the state before
+        it: how many ops the rank had issued, by kind.
 
-def _first_in_flight(
-    view: RankView, tracks: Iterable[Track | None], line: Line | None
-) -> Collective | None:
-    """Return the rank's first op in flight of these tracks; with a line, also the message that it
-    is blocked in.
-    """
-    opened = [track.ops[track.open[0]] for track in tracks if track is not None and track.open]
-    blocks = [block.op for block in view.blocks.values()]
-    if line is not None and all(op.is_point_to_point for op in blocks):
-        opened += blocks
-    return min(opened, key=lambda op: op.index, default=None)
+        If a rank had issued 5 collectives in its row and 2 in its column, and continued in its row,
+        its row and its column, the result is ``[((5, 2), row #6), ((6, 2), row #7), ((7, 2), column
+        #3)]``. With a line, the last number counts the messages from there. Empty if one of the
+        first numbers is not known.
+        """
+        history, keys = self.view.history, [self.own[kind] for kind in sorted(self.own)]
+        first = self._first_in_flight(keys)
+        position = position_in(history, first) if first is not None else len(history)
+        if position is None:
+            return []
+        start, end = max(0, position - _BEFORE), min(len(history), position + _AFTER)
+        series: list[_Series] = [*keys, *filter(None, [self.line])]
+        ops: list[tuple[int, Collective]] = []  # with the places of their series
+        for op in history[start:end]:
+            of: _Series = (op.op, op.source) if op.is_point_to_point else op.channel.key
+            if of in series:
+                ops.append((series.index(of), op))
+        firsts = {place: op.sequence_number for place, op in reversed(ops)}
+        counts = [
+            self._issued_before(key, firsts.get(place, 0), at_end=end == len(history))
+            for place, key in enumerate(keys)
+        ]
+        if self.line is not None:
+            counts.append(self._sent_before(start, firsts.get(len(keys), 0)))
+        states = []
+        for place, op in ops if -1 not in counts else ():
+            states.append((tuple(counts), op))
+            counts[place] = op.sequence_number
+        return states
 
+    def left_out(self, op: Collective, theirs: Collective, kind: GroupKind) -> bool:
+        """Return whether the rank, which continued with ``op``, has not done what its peers
+        continued with: ``theirs``, an op of this kind.
+        """
+        if kind == _MESSAGE:
+            is_behind = 0 < self._last_message(self.view.history) < theirs.sequence_number
+        else:
+            track = self.view.tracks.get(self.own[kind])
+            is_behind = track is None or track.completed < theirs.sequence_number
+        # A rank may be the only one that has to exchange this message: its first one says nothing
+        # in the first steps.
+        is_telling = not op.is_point_to_point or op.sequence_number > 1 or self.view.has_routine(op)
+        return is_behind and is_telling
 
-def _issued(view: RankView, track: Track | None, *, at_end: bool) -> int:
-    """Return how many ops of a track the rank issued before the compared ops, none of which is of
-    this track; -1 if that is not known.
+    def _first_in_flight(self, keys: Iterable[ChannelKey]) -> Collective | None:
+        """Return the rank's first op in flight of these channels; with a line, also the message
+        that it is blocked in.
+        """
+        tracks = [self.view.tracks[key] for key in keys if key in self.view.tracks]
+        opened = [track.ops[track.open[0]] for track in tracks if track.open]
+        blocks = [block.op for block in self.view.blocks.values()]
+        if self.line is not None and all(op.is_point_to_point for op in blocks):
+            opened += blocks
+        return min(opened, key=lambda op: op.index, default=None)
 
-    Args:
-        view: of the rank.
-        track: None: the rank issued none, as far as its records go.
-        at_end: whether the rank's last records are among those compared.
-    """
-    if track is None:
-        return -1 if view.wrapped else 0
-    return track.last if at_end else -1
+    def _issued_before(self, key: ChannelKey, first: int, *, at_end: bool) -> int:
+        """Return how many ops of a channel the rank issued before the compared ones; -1 if that is
+        not known.
 
+        Args:
+            key: of the channel.
+            first: number of the first one that is compared; 0 if there is none.
+            at_end: whether the rank's last records are among those compared.
+        """
+        track = self.view.tracks.get(key)
+        if first:
+            return first - 1
+        if track is None:  # the rank issued none, as far as its records go
+            return -1 if self.view.wrapped else 0
+        return track.last if at_end else -1
 
-def _issued_from(view: RankView, line: Line, start: int, first: int) -> int:
-    """Return the number of the last message from a line before record ``start``; 0 if there is
-    none, -1 if that is not known.
+    def _sent_before(self, start: int, first: int) -> int:
+        """Return the number of the last message from the line before record ``start``; 0 if there
+        is none, -1 if that is not known. ``first``: number of the first compared one, 0 if there is
+        none.
+        """
+        if self.view.wrapped and first:
+            return first - 1
+        return self._last_message(self.view.history[:start]) or (-1 if self.view.wrapped else 0)
 
-    Args:
-        view: of the rank.
-        line: of the messages.
-        start: the first of the compared records.
-        first: number of the first message among these; 0 if there is none.
-    """
-    if view.wrapped and first:
-        return first - 1
-    return _last_from(view.history[:start], line) or (-1 if view.wrapped else 0)
+    def _last_message(self, history: Sequence[Collective]) -> int:
+        """Return the number of the last message from the line in these records; 0 without one."""
+        ops = (op for op in reversed(history) if (op.op, op.source) == self.line)
+        return next((op.sequence_number for op in ops), 0)
 
 
 # --- the other groups of a kind
