@@ -6,6 +6,7 @@ sequence number, and each with its own times, stack and state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
@@ -87,10 +88,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 class CollectiveArgs(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -31,29 +31,23 @@ from commlens.model.cause import (
     StuckInside,
 )
 from commlens.model.collective import Collective, FrameKind, Stack
+from commlens.model.grouping import grouped
 from commlens.model.health import RasCommunicator, RasRank, RasReport
 from commlens.model.ranklog import RankLog, StoreSeen
 
 # --- torch.compile
 
 
-class _CompilerCode(NamedTuple):
-    """A file of torch, or a function of it, that issues collectives for a part of the compiler."""
-
-    part: CompilerPart
-    file: str
-    function: str = ""
-
-
-_COMPILER_CODE = (
-    _CompilerCode("guards", "torch/_dynamo/eval_frame.py", "guard_collectives_hook"),
-    _CompilerCode("sizes", "torch/_dynamo/output_graph.py"),
-    _CompilerCode("partitioner", "torch/_functorch/partitioners.py"),
-    _CompilerCode("autotuning", "torch/_inductor/distributed_autotune.py"),
-    _CompilerCode("autotuning", "torch/_inductor/select_algorithm.py"),
-    _CompilerCode("group", "torch/_dynamo/distributed.py"),
+_COMPILER_CODE: Final[Sequence[tuple[CompilerPart, str, str]]] = (
+    ("guards", "torch/_dynamo/eval_frame.py", "guard_collectives_hook"),
+    ("sizes", "torch/_dynamo/output_graph.py", ""),
+    ("partitioner", "torch/_functorch/partitioners.py", ""),
+    ("autotuning", "torch/_inductor/distributed_autotune.py", ""),
+    ("autotuning", "torch/_inductor/select_algorithm.py", ""),
+    ("group", "torch/_dynamo/distributed.py", ""),
 )
-"""The code that a compiled graph runs is left out: its collectives are the program's own."""
+"""The part of the compiler for which a file of torch, or one function of it, issues collectives.
+The code that a compiled graph runs is left out: its collectives are the program's own."""
 
 
 def add_compiler(context: Context) -> None:
@@ -84,9 +78,9 @@ def _compiler_part(stack: Stack) -> CompilerPart | None:
     """Return the part of the compiler that issued a collective; None if the program issued it."""
     before_user_code = itertools.takewhile(lambda frame: frame.kind is not FrameKind.USER, stack)
     found = (
-        code.part
-        for code, frame in itertools.product(_COMPILER_CODE, before_user_code)
-        if frame.file.endswith(code.file) and code.function in ("", frame.function)
+        part
+        for (part, file, function), frame in itertools.product(_COMPILER_CODE, before_user_code)
+        if frame.file.endswith(file) and function in ("", frame.function)
     )
     return next(found, None)
 
@@ -417,15 +411,12 @@ def _chance(
     Of 32 ranks on 4 hosts of 8 GPUs, the 4 ranks on rail 3 are bad: of the 35,960 sets of 4 ranks,
     8 are a rail, so the chance is 0.0002.
     """
-    affected = set(bad)
-    hosts: dict[str, set[bool]] = defaultdict(set)  # host: whether its ranks are affected
-    for rank in ranks:
-        hosts[_place_name(where, rank, "host")].add(rank in affected)
-    draw_hosts = kind in _KINDS_ABOVE_HOSTS and all(len(each) == 1 for each in hosts.values())
-    places: dict[str, set[object]] = defaultdict(set)  # place: its ranks or hosts
-    for rank in ranks:
-        drawn = _place_name(where, rank, "host") if draw_hosts else rank
-        places[_place_name(where, rank, kind)].add(drawn)
+    host_of = {rank: _place_name(where, rank, "host") for rank in ranks}
+    hosts, of_bad = {*host_of.values()}, {host_of[rank] for rank in bad}
+    of_good = {host_of[rank] for rank in {*ranks} - {*bad}}
+    draw_hosts = kind in _KINDS_ABOVE_HOSTS and of_bad.isdisjoint(of_good)
+    drawn = host_of if draw_hosts else {rank: rank for rank in ranks}
+    places = grouped({(_place_name(where, rank, kind), drawn[rank]) for rank in ranks})
     size = len(places[_place_name(where, bad[0], kind)])
     places_of_size = sum(len(each) == size for each in places.values())
     return places_of_size / math.comb(len(hosts) if draw_hosts else len(ranks), size)

@@ -52,6 +52,7 @@ from commlens.model.cause import (
     UnmetMessage,
 )
 from commlens.model.collective import ChannelKey, Collective
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import ThreadStack
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one cause
@@ -347,17 +348,14 @@ def find_departures(context: Context, sinks: list[WaitNode]) -> list[WaitNode]:
     Returns:
         The nodes that this does not explain.
     """
-    others: list[WaitNode] = []
-    found: dict[tuple[int, ...], tuple[Departures, list[WaitNode]]] = {}
-    for node in sinks:
-        departures = _departed_before(context, node) if _is_undated(context, node) else {}
-        if departures:
-            found.setdefault(tuple(sorted(departures)), (departures, []))[1].append(node)
-        else:
-            others.append(node)
-    for departures, nodes in found.values():
-        _add_departure(context, departures, nodes)
-    return others
+    departed = {
+        node: _departed_before(context, node) if _is_undated(context, node) else {}
+        for node in sinks
+    }
+    by_ranks = grouped((tuple(sorted(left)), node) for node, left in departed.items() if left)
+    for nodes in by_ranks.values():
+        _add_departure(context, departed[nodes[0]], nodes)
+    return [node for node in sinks if not departed[node]]
 
 
 def _is_undated(context: Context, node: WaitNode) -> bool:
@@ -381,11 +379,12 @@ def _departed_before(context: Context, absent: WaitNode) -> Departures:
     awaited = {op.channel.key for op in heads.values()}
     if coming is not None:
         awaited.add(coming.channel.key)
-    left: Departures = {}
-    for rank, op in heads.items():
-        departure = leaves_routine_at(context.job.views[rank])
-        if departure is not None and _is_awaited_elsewhere(op, *departure, awaited):
-            left[rank] = departure
+    left: Departures = {
+        rank: departure
+        for rank, op in heads.items()
+        if (departure := leaves_routine_at(context.job.views[rank])) is not None
+        and _is_awaited_elsewhere(op, *departure, awaited)
+    }
     # The absent rank is one of those that are compared.
     decision = by_own_routine(left, of=len(heads) + 1)
     return left if decision is not None and absent.rank not in left else {}

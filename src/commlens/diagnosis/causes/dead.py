@@ -56,10 +56,9 @@ def find_deaths(
         sinks: the nodes of ranks that died.
         told: ranks whose end another cause explains.
     """
-    views, ended = context.job.views, []
-    for alike in _ended_alike(context, sinks, told):
-        ranks = _keep_the_first(context, alike, sinks)
-        ended.append((min(views[rank].exit.at_ns for rank in ranks), ranks))
+    views, alike = context.job.views, _ended_alike(context, sinks, told)
+    groups = [_keep_the_first(context, ranks, sinks) for ranks in alike]
+    ended = [(min(views[rank].exit.at_ns for rank in ranks), ranks) for ranks in groups]
     first = min((moment for moment, _ in ended if moment), default=0)
     for moment, ranks in sorted(ended, key=lambda each: (each[0] or 1 << 62, each[1])):
         # An exception in user code is a cause of its own; a later signal or exit may follow from

@@ -11,7 +11,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -295,12 +294,14 @@ def _announced(context: Context, waits: Sequence[Wait]) -> list[int]:
 
 def _changes_everywhere(nodes: Sequence[Node]) -> set[What]:
     """Return the changes of counters that most of the comparable parts of the job have."""
-    parts: dict[What, set[tuple[str, str]]] = defaultdict(set)
-    for node in nodes:
-        for event in node.health.events:
-            if event.what in _COUNTED and _users_of_part(node, event, spans_nodes=True) is not None:
-                parts[event.what].add((node.health.host, event.part))
-    return {what for what, found in parts.items() if _are_most(nodes, what, len(found))}
+    used_parts = {
+        (event.what, (node.health.host, event.part))
+        for node in nodes
+        for event in node.health.events
+        if event.what in _COUNTED and _users_of_part(node, event, spans_nodes=True) is not None
+    }
+    by_change = grouped(used_parts)
+    return {what for what, parts in by_change.items() if _are_most(nodes, what, len(parts))}
 
 
 def _are_most(nodes: Sequence[Node], what: What, found: int) -> bool:

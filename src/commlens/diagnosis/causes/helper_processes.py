@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from commlens.diagnosis.causes.context import Case, Context, waits_of
@@ -76,17 +77,11 @@ def _call_in(stack: Stack) -> tuple[str, str]:
     """Return the collective that a stack stands in, empty if in none, and the line that called
     it, or the innermost line.
     """
-    functions = list(_innermost_calls(stack))
+    calls = takewhile(lambda frame: frame.file.endswith(_CALLS), stack)
+    functions = [frame.function.rpartition(".")[2] for frame in calls]
     caller = stack[min(len(functions), len(stack) - 1)]
     named = [name for name in functions if name != "wrapper" and not name.startswith("_")]
     return (named[-1] if named else ""), caller.where
-
-
-def _innermost_calls(stack: Stack) -> Iterator[str]:
-    for frame in stack:
-        if not frame.file.endswith(_CALLS):
-            return
-        yield frame.function.rpartition(".")[2]
 
 
 def _add(context: Context, absence: Absence, calls: Sequence[HelperCall]) -> None:

@@ -75,16 +75,13 @@ def _differ(
     context: Context, report: ErrorReport, claims: Mapping[int, Claim], blocked: list[int]
 ) -> ToldByErrors:
     """Return ranks that differ: the minority of those whose actions the texts tell."""
-    sides: dict[str, set[int]] = defaultdict(set)
-    for claim in claims.values():
-        for rank, value in claim.values:
-            sides[value].add(rank)
-    global_ranks = _are_global(claims)
-    ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), sorted(side[1])))
-    told = set().union(*sides.values())
-    (_, most), *others = ordered
-    decided = global_ranks and len(others) > 0 and len(most) * 2 > len(told)
-    culprits = sorted(told - most) if decided else []
+    values = {(value, rank) for claim in claims.values() for rank, value in claim.values}
+    by_value = grouped(sorted(values))
+    sides = [Side(ranks, value) for value, ranks in by_value.items()]
+    sides.sort(key=lambda side: (-len(side.ranks), side.ranks))
+    global_ranks, told, most = _are_global(claims), {rank for _, rank in values}, sides[0].ranks
+    decided = global_ranks and len(sides) > 1 and len(most) * 2 > len(told)
+    culprits = sorted(told.difference(most)) if decided else []
     raised = sorted(claims)
     return ToldByErrors(
         kind=_KINDS[report],
@@ -96,7 +93,7 @@ def _differ(
         confidence="low" if not culprits else "high" if len(told) == context.job.size else "medium",
         report=report,
         raised=raised,
-        sides=[Side(sorted(ranks), value) for value, ranks in ordered],
+        sides=sides,
         global_ranks=global_ranks,
     )
 

@@ -69,13 +69,10 @@ def find_told(
 
 def unplaced_timeouts(dumps: Sequence[RankColumns]) -> list[UnplacedTimeout]:
     """Return the timeouts that cannot be aligned across ranks, those of most ranks first."""
-    ranks: dict[str, set[int]] = {}
-    for dump in dumps:
-        for text in dump.timeouts:
-            ranks.setdefault(text, set()).add(dump.rank)
+    by_text = grouped((text, dump.rank) for dump in dumps for text in dump.timeouts)
     known = [
-        UnplacedTimeout(text, sorted(rank for rank in of if rank >= 0))
-        for text, of in ranks.items()
+        UnplacedTimeout(text, sorted({rank for rank in ranks if rank >= 0}))
+        for text, ranks in by_text.items()
     ]
     return sorted(known, key=lambda one: (-len(one.ranks), one.ranks, one.text))
 

@@ -310,14 +310,12 @@ def _decide_address(elsewhere: GroupName | None, ranks: list[int]) -> Decision:
 
 def _are_clients_of_agent(context: Context, ranks: list[int]) -> bool:
     """Return whether torch chose that these ranks make no store, since their launcher has one."""
-    for log in (context.job.views[rank].log for rank in ranks):
-        seen, stack = log.observation.store, log.main_stack
-        frames = stack.frames if stack is not None else ()
-        if seen is None or not seen.agent:
-            return False
-        if all(frame.function != "_create_c10d_store" for frame in frames):
-            return False
-    return True
+    logs = [context.job.views[rank].log for rank in ranks]
+    stacks = [log.main_stack.frames if log.main_stack is not None else () for log in logs]
+    stores = [log.observation.store for log in logs]
+    return all(store is not None and store.agent for store in stores) and all(
+        any(frame.function == "_create_c10d_store" for frame in frames) for frames in stacks
+    )
 
 
 def _rest_of_group(context: Context, ranks: list[int], op: Collective) -> GroupName | None:

@@ -506,12 +506,11 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
             ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack))
         )
     ]
-    parts = []
-    for ranks, where in at_lines[:_SIDES_SHOWN]:
-        parts.append(
-            f"{ranks_and_verb(ranks, 'issues', 'issue')}"
-            f" {kinds_phrase([ops[rank] for rank in ranks])}{where}"
-        )
+    parts = [
+        f"{ranks_and_verb(ranks, 'issues', 'issue')}"
+        f" {kinds_phrase([ops[rank] for rank in ranks])}{where}"
+        for ranks, where in at_lines[:_SIDES_SHOWN]
+    ]
     more = [rank for ranks, _ in at_lines[_SIDES_SHOWN:] for rank in ranks]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 

@@ -4,17 +4,16 @@ writes: "rank 3 left no record; ranks 0-2 wait for it in all_reduce #1".
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 
 from commlens.diagnosis.causes.context import Case, Context, most_waited
 from commlens.diagnosis.causes.unrecorded import UnwrittenCase
-from commlens.diagnosis.index.job_index import RankView
 from commlens.diagnosis.words import phrases
 from commlens.diagnosis.words.circumstances import AGENT, LAUNCHERS_STORE
 from commlens.diagnosis.words.finding import Words
 from commlens.model.cause import Unrecorded
 from commlens.model.collective import Collective
+from commlens.model.grouping import grouped
 from commlens.model.ops import STORE_CLIENT
 from commlens.model.ranklog import RankLog
 from commlens.model.worlds import Worlds
@@ -397,23 +396,19 @@ def _store_not_made(context: Context, case: UnwrittenCase, waits: str) -> Words:
 
 def _sentence_on_others(context: Context, waiting: Collection[int]) -> str:
     """Return a sentence about the ranks that wait for no key: their collectives or activities."""
-    waits: dict[str, list[int]] = defaultdict(list)  # by op
-    doing: dict[str, list[RankView]] = defaultdict(list)
-    for rank, view in context.job.views.items():
-        if rank not in waiting:
-            block = next(iter(view.blocks.values()), None)
-            if block is not None:
-                waits[op_phrase(block.op)].append(rank)
-            else:
-                doing[phrases.activity_words(context.doing(view))].append(view)
+    others = [view for rank, view in context.job.views.items() if rank not in waiting]
+    waits = grouped(
+        (op_phrase(block.op), view.rank)
+        for view in others
+        for block in list(view.blocks.values())[:1]
+    )
+    doing = grouped(
+        (phrases.activity_words(context.doing(view)), view) for view in others if not view.blocks
+    )
     told = [(ranks, f"{ranks_and_verb(ranks, 'is', 'are')} in {op}") for op, ranks in waits.items()]
     for views in doing.values():
         ranks = [view.rank for view in views]
-        told.append(
-            (
-                ranks,
-                f"{ranks_phrase(ranks)} {phrases.activity_words(context.doing(views[0]), ranks)}",
-            )
-        )
+        does = phrases.activity_words(context.doing(views[0]), ranks)
+        told.append((ranks, f"{ranks_phrase(ranks)} {does}"))
     parts = [text for _, text in sorted(told)[:_OTHERS_MAX]]
     return f"{capital('; '.join(parts))}." if parts else ""
