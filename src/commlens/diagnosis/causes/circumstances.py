@@ -16,7 +16,6 @@ from commlens.diagnosis.causes.context import Context, source_of
 from commlens.diagnosis.index.nodes import Whereabouts, whereabouts
 from commlens.diagnosis.select.communicators import hashes_of
 from commlens.model.cause import (
-    AnyCause,
     Cause,
     CompilerCall,
     CompilerPart,
@@ -331,21 +330,18 @@ def add_shared_places(context: Context) -> None:
             cause.place = shared_place(affected, where)
 
 
-def affected_by(cause: AnyCause, alive: Collection[int]) -> Affected:
+def affected_by(cause: Dead | StuckInside, alive: Collection[int]) -> Affected:
     """Return the ranks that a cause affects, and those that it could affect but does not.
 
     Args:
         cause: what was found.
         alive: the ranks that were seen running.
     """
-    match cause:
-        case Dead():
-            return Affected(cause.ranks, [rank for rank in alive if rank not in cause.ranks])
-        case StuckInside():
-            bad = _ranks_that_differ(cause)
-            by_node = any(each.explains and not each.own for each in cause.hardware)
-            return Affected(bad, set(cause.ranks) - set(bad), by_node)
-    return Affected([], [])
+    if isinstance(cause, Dead):
+        return Affected(cause.ranks, [rank for rank in alive if rank not in cause.ranks])
+    bad = _ranks_that_differ(cause)
+    by_node = any(each.explains and not each.own for each in cause.hardware)
+    return Affected(bad, set(cause.ranks) - set(bad), by_node)
 
 
 def _ranks_that_differ(cause: StuckInside) -> Collection[int]:

@@ -20,7 +20,7 @@ from commlens.diagnosis.causes.context import Case, Context, most_waited, proces
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
 from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.error_texts import distance_to_cause, refused_address
-from commlens.model.cause import BlamedBy, Confidence, Dead, DeathDoubt, Ended
+from commlens.model.cause import Confidence, Dead, DeathDoubt, Ended
 from commlens.model.collective import Collective, Frame
 from commlens.model.sender import Sender
 
@@ -196,14 +196,13 @@ def _add_death(
     )
     doubt = _doubt(context, ranks, edges)
     undecided = doubt in UNDECIDED
-    blamed_by: BlamedBy = "undecided" if undecided else "exit"
     victims = {*blocked, *peers}
     cause = Dead(
         kind="dead",
         why=view.exit.why,
         root_cause=root_cause,
         culprits=[] if undecided else list(ranks),
-        blamed_by=blamed_by,
+        blamed_by="undecided" if undecided else "exit",
         victims=sorted(victims | {*ranks} if undecided else victims - {*ranks}),
         confidence=_CONFIDENCE[doubt],
         ranks=ranks,

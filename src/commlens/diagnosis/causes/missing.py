@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlens.diagnosis.align.call_paths import Path, parting_paths_of_ranks, path_of
+from commlens.diagnosis.align.call_paths import Path, parting_paths_of_ranks
 from commlens.diagnosis.align.routine import Loop, count_rounds, ever_leaves_routine, find_loop
 from commlens.diagnosis.align.tie_break import (
     by_majority,
@@ -122,7 +122,7 @@ class ExtraLine(NamedTuple):
     """
 
     op: Collective  # which they issued there
-    met: Collective | None  # the others' collective of the same number
+    met: Collective  # the others' collective of the same number
     path: Path  # of ``op``, from where it leaves the path of ``met``
     ranks: list[int]  # that came to the line as often as the waiting ones, these included
 
@@ -645,9 +645,9 @@ def _extra_line(context: Context, absence: Absence) -> ExtraLine | None:
     rank, other = absence.edge.rank, absence.ranks[0]
     extra = _first_surplus(tracks[rank], surplus)
     met = tracks[other].ops.get(extra.sequence_number)
-    path = path_of(extra)
-    if met is not None:
-        path, _ = parting_paths_of_ranks(context.job, rank, extra, other, met)
+    if met is None:  # its record is torn: these ranks issued that number, too
+        return None
+    path, _ = parting_paths_of_ranks(context.job, rank, extra, other, met)
     alike = [other for other in tracks if _lines_of([tracks[other]]) == by_waiting]
     return ExtraLine(extra, met, path, sorted(alike))
 

@@ -276,8 +276,6 @@ def _extra_line_evidence(absence: Absence, extra: ExtraLine) -> list[str]:
         f"{op.op} at {frame_phrase(op.source)}, a line that {ranks_phrase(everyone)} reach, is left"
         " over"
     )
-    if extra.met is None:
-        return [f"{left}."]
     return [
         f"{extra.op.op} #{extra.op.sequence_number} of {ranks_phrase(absence.waiting)} met the one"
         f" at {frame_phrase(extra.met.source)}; {left}."
