@@ -85,7 +85,12 @@ class Batch:
         for lines in self._lines:
             here = slice(first, first + lines)
             digest = sum(map(operator.mul, hashes[here], weights))
-            yield digest & MASK, _tensor_statistics([each[here] for each in statistics])
+            of_tensor = [0.0, 0.0, 0.0, 0.0]
+            if statistics:
+                norms, *sums = (each[here] for each in statistics)
+                norm = norms[0] if lines == 1 else math.hypot(*norms)
+                of_tensor = [norm, *map(sum, sums)]
+            yield digest & MASK, of_tensor
             first += lines
 
 
@@ -173,15 +178,6 @@ def _statistics(numbers: torch.Tensor) -> torch.Tensor:
             torch.isinf(numbers).sum(1, dtype=wide),
         ]
     )
-
-
-def _tensor_statistics(statistics: Sequence[Sequence[float]]) -> list[float]:
-    """Return the statistics of a tensor, by those of its lines."""
-    if not statistics:
-        return [0.0, 0.0, 0.0, 0.0]
-    norms, *sums = statistics
-    norm = norms[0] if len(norms) == 1 else math.sqrt(sum(each * each for each in norms))
-    return [norm, *map(sum, sums)]
 
 
 def measure_together(

@@ -64,7 +64,11 @@ class NanWatch(tap.Subscriber):
                 for index in spec.tensors
                 if index not in spec.writes and index < len(arguments)
             ]
-            if _is_sender(spec, arguments) and _any_has_nan(sent):
+            is_sender = spec.name not in _SENT_BY_ROOT or (
+                spec.root >= 0
+                and tap.unbox_group(arguments[spec.process_group]).rank() == arguments[spec.root]
+            )
+            if is_sender and _any_has_nan(sent):
                 self.event = NanEvent(self.step, self._number, op=spec.name.rstrip("_"))
         except Exception as error:
             self._fail(error)
@@ -89,13 +93,6 @@ class NanWatch(tap.Subscriber):
 def has_nan_parameter(optimizer: Any) -> bool:
     """Return whether any parameter of an optimizer is NaN. Waits for the device."""
     return _any_has_nan([group["params"] for group in optimizer.param_groups])
-
-
-def _is_sender(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
-    if spec.name not in _SENT_BY_ROOT:
-        return True
-    group = tap.unbox_group(arguments[spec.process_group])
-    return bool(spec.root >= 0 and group.rank() == arguments[spec.root])
 
 
 def _any_has_nan(values: Any) -> bool:

@@ -335,11 +335,6 @@ def _replicas_by_ddp(root: nn.Module) -> Mapping[int, tuple[Replicas, ...]]:
     return found
 
 
-def _is_of_megatron(root: nn.Module) -> bool:
-    kinds = (type(module).__module__ for module in root.modules())
-    return any(kind.startswith("megatron.core.") for kind in kinds)
-
-
 def find_copies(
     root: nn.Module, ranks_of: Callable[[Any], Ranks]
 ) -> Mapping[int, tuple[Ranks, ...]]:
@@ -351,7 +346,9 @@ def find_copies(
         ranks_of: returns the global ranks of a process group.
     """
     state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not (_is_of_megatron(root) and state.model_parallel_is_initialized()):
+    kinds = (type(module).__module__ for module in root.modules())
+    is_of_megatron = any(kind.startswith("megatron.core.") for kind in kinds)
+    if state is None or not (is_of_megatron and state.model_parallel_is_initialized()):
         return {}
     tensor = ranks_of(state.get_tensor_model_parallel_group())
     data = ranks_of(state.get_data_parallel_group(with_context_parallel=True))

@@ -12,7 +12,7 @@ Standard library only, but for :func:`lone_word`, which needs numpy.
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 ROW: Final = 1 << 16
 """Words in a row. A row's words have the weights of its columns, and the row has a weight, too."""
@@ -60,7 +60,11 @@ def lone_word(difference: int, length: int) -> LoneWord | None:
     if not 0 < length <= _WORDS_MAX:
         return None
     columns = np.array(column_weights()[: min(length, ROW)], dtype=np.uint64)
-    inverse = _inverse(np, columns)
+    # the inverses of the weights modulo 2**64, by Newton's method
+    inverse = columns.copy()  # right in its lowest 3 bits
+    with np.errstate(over="ignore"):
+        for _ in range(5):
+            inverse *= np.uint64(2) - columns * inverse
     best: tuple[int, int] | None = None
     for row in range(-(-length // ROW)):
         weight = _weight(ROW + row) if row else 1
@@ -88,12 +92,3 @@ def _weight(number: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
     return (value ^ value >> 31) | 1
-
-
-def _inverse(np: Any, odd: Any) -> Any:
-    """Return the inverses of odd numbers modulo 2**64, by Newton's method."""
-    found = odd.copy()  # right in its lowest 3 bits
-    with np.errstate(over="ignore"):
-        for _ in range(5):
-            found *= np.uint64(2) - odd * found
-    return found

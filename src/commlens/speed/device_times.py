@@ -136,12 +136,9 @@ def _waits_on_device(log: RankLog, window: Span) -> Iterator[Collective]:
         if op.duration_ns is None or not begin <= op.announced_ns < end or not is_on_device(op):
             continue
         receives_data = op.op == "recv" or op.coalescing_id == receives > 0
-        if receives_data or not is_message(op) or _is_waited_at_once(op):
+        is_waited_at_once = 0 <= op.wait_began_ns - op.returned_ns < _AT_ONCE_NS
+        if receives_data or not is_message(op) or is_waited_at_once:
             yield op
-
-
-def _is_waited_at_once(op: Collective) -> bool:
-    return 0 <= op.wait_began_ns - op.returned_ns < _AT_ONCE_NS
 
 
 def _timed_messages(messages: Sequence[tuple[int, Collective]]) -> list[TimedCollective]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -155,9 +155,13 @@ def _pace_of(
         for rank in inside
     }
     steps = [
-        _number_in(rounds[rank], window) if rounds else ops[-1].step - ops[0].step
+        bisect_left(rounds[rank], window[1]) - bisect_left(rounds[rank], window[0])
+        if rounds
+        else ops[-1].step - ops[0].step
         for rank, ops in inside.items()
     ]
+    are_ahead = all(ops[-1].channel.runs_ahead for ops in inside.values())
+    has_messages = any(op.is_point_to_point for ops in inside.values() for op in ops)
     window_s = length([window]) * _NS
     return Pace(
         window_s,
@@ -167,26 +171,11 @@ def _pace_of(
         is_whole=_sees_other_nodes(inside),
         begin_ns=window[0],
         sent_s={rank: ns * _NS for rank, ns in on_device.sent.items()},
-        min_cost=_min_cost(inside.values()),
+        min_cost=MIN_COST_ON_DEVICE if are_ahead and not has_messages else MIN_COST,
         step=max(ops[0].step for ops in inside.values()),
         by_rounds=bool(rounds),
         max_cost=_MAX_COST_OF_ROUNDS if rounds else 1.0,
     )
-
-
-def _min_cost(each: Collection[Sequence[Collective]]) -> float:
-    """Return the share of the time that a rank must cost to be named.
-
-    Args:
-        each: the collectives of each rank, at least one.
-    """
-    runs_ahead = all(ops[-1].channel.runs_ahead for ops in each)
-    has_messages = any(op.is_point_to_point for ops in each for op in ops)
-    return MIN_COST_ON_DEVICE if runs_ahead and not has_messages else MIN_COST
-
-
-def _number_in(moments: Sequence[int], window: Span) -> int:
-    return bisect_left(moments, window[1]) - bisect_left(moments, window[0])
 
 
 class PaceMeter:
@@ -278,18 +267,19 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[WaitTime]]:
     """Return each rank's waits on the host, sorted, each on the rank's own clock."""
     found = {}
     for log in logs:
-        ops = (op for op in log.collectives if not op.channel.runs_ahead and op.announced_ns)
-        waits = chain.from_iterable(_own_waits(op, log) for op in ops)
+        waits = []
+        for op in log.collectives:
+            if op.channel.runs_ahead or not op.announced_ns:
+                continue
+            still = log.captured_ns if op.in_flight else 0
+            for begin, end in (
+                (op.announced_ns, op.returned_ns),  # in the call
+                (op.wait_began_ns, op.wait_ended_ns),
+            ):
+                if begin:
+                    waits.append(WaitTime(begin, end or still or begin, op))
         found[log.rank] = sorted(waits, key=lambda wait: wait[:2])
     return found
-
-
-def _own_waits(op: Collective, log: RankLog) -> Iterator[WaitTime]:
-    """Yield the times in which a rank was in the call of a collective, and in its wait."""
-    still = log.captured_ns if op.in_flight else 0
-    yield WaitTime(op.announced_ns, op.returned_ns or still or op.announced_ns, op)
-    if op.wait_began_ns:
-        yield WaitTime(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op)
 
 
 def _waits_unseen(op: Collective) -> bool:
@@ -512,14 +502,14 @@ def condensed(paces: Sequence[Pace]) -> list[Sample]:
     if not suffice(newest) or not all(pace.is_whole and not pace.by_rounds for pace in newest):
         return []
     edges = [len(newest) * part // MIN_SAMPLES for part in range(MIN_SAMPLES + 1)]
-    return [_merged(newest[first:last]) for first, last in pairwise(edges)]
-
-
-def _merged(paces: Sequence[Pace]) -> Sample:
-    steps, window_s = sum(pace.steps for pace in paces), sum(pace.window_s for pace in paces)
-    step_s = sum(pace.steps * pace.step_s for pace in paces) / steps
-    waited = {rank: sum(pace.waited_s[rank] for pace in paces) for rank in paces[0].waited_s}
-    return steps, round(step_s, 6), {rank: round(1000 * waited[rank] / window_s) for rank in waited}
+    found: list[Sample] = []
+    for part in (newest[first:last] for first, last in pairwise(edges)):
+        steps, window_s = sum(pace.steps for pace in part), sum(pace.window_s for pace in part)
+        step_s = sum(pace.steps * pace.step_s for pace in part) / steps
+        waited = {rank: sum(pace.waited_s[rank] for pace in part) for rank in part[0].waited_s}
+        shares = {rank: round(1000 * waited_s / window_s) for rank, waited_s in waited.items()}
+        found.append((steps, round(step_s, 6), shares))
+    return found
 
 
 def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgement | None:

@@ -9,7 +9,7 @@ regular intervals, and if no rank waits in them for one certain rank, as in a br
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, time, timedelta, timezone
 from itertools import pairwise
 from statistics import mean, median, quantiles
@@ -41,13 +41,18 @@ def round_starts(log: RankLog) -> list[int]:
     """
     if log.steps or not log.collectives:
         return []
-    moments = grouped((_kind_of(op), op.announced_ns) for op in log.collectives)
+    moments = grouped(
+        ((op.op, op.channel.key, op.call_lines), op.announced_ns) for op in log.collectives
+    )
     often = [each for each in moments.values() if len(each) >= _ROUNDS]
     starts = max(often, key=lambda each: median(_intervals(each)), default=[])
     addressed = sum(op.is_point_to_point or op.op in ROOTED for op in log.collectives)
-    if not starts or addressed > _ADDRESSED * len(starts) or not _is_regular(_intervals(starts)):
+    if not starts or addressed > _ADDRESSED * len(starts):
         return []
-    return starts
+    times = _intervals(starts)
+    first, usual, third = quantiles(times, n=4)
+    is_regular = third - first <= _SPREAD * usual and mean(times) <= _UNEVEN * usual
+    return starts if is_regular else []
 
 
 def first_moments(log: RankLog) -> dict[int, int]:
@@ -84,17 +89,8 @@ def _filtered(log: RankLog, is_kept: Callable[[Collective], bool]) -> RankLog:
     return replace(log, collectives=[op for op in log.collectives if is_kept(op)])
 
 
-def _kind_of(op: Collective) -> Hashable:
-    return op.op, op.channel.key, op.call_lines
-
-
 def _intervals(moments: Sequence[int]) -> list[int]:
     return [later - earlier for earlier, later in pairwise(moments)]
-
-
-def _is_regular(times: Sequence[int]) -> bool:
-    first, usual, third = quantiles(times, n=4)
-    return third - first <= _SPREAD * usual and mean(times) <= _UNEVEN * usual
 
 
 class StepChange(NamedTuple):

@@ -123,7 +123,9 @@ def _by_where(calls: Iterable[WaitTime]) -> dict[_Where, list[WaitTime]]:
     """Return waits or flights in all, by group, and by place: parts are asked for often."""
     found: dict[_Where, list[WaitTime]] = defaultdict(list)
     for call in calls:
-        where = _place_of(call.op)
+        op, line = call.op, frame_phrase(call.op.source)
+        place_of_op = op.module or (f"{op.op} at {line}" if line else op.op)
+        where = group_label(op.channel.group), place_of_op
         for place in ((), where[:1], where):
             found[place].append(call)
     return found
@@ -293,11 +295,6 @@ def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
         arrivals.get((op.channel.key, op.sequence_number), op.announced_ns),
         op.done_ns or op.announced_ns,
     )
-
-
-def _place_of(op: Collective) -> _Where:
-    line = frame_phrase(op.source)
-    return group_label(op.channel.group), op.module or (f"{op.op} at {line}" if line else op.op)
 
 
 def _groups_and_places(ranks: Sequence[_RankSteps], steps: int) -> tuple[list[StepPart], int]:

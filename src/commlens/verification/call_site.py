@@ -85,15 +85,11 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
         frame = frame.f_back
     # DDP's reducer issues all_reduce in a C++ thread (autograd's, on an accelerator).
     name = _DDP_BACKWARD if without_frames and op == "all_reduce" else _name(steps, op)
-    return name, _line_of_backward()
-
-
-def _line_of_backward() -> str:
-    """Return the line that called ``backward()``, in a thread of autograd; "" in others."""
+    # in a thread of autograd: the line that called backward()
     for file, line, function in backward_caller.frames(backward_caller.number()):
         if kind_of_file(file) is FrameKind.USER and not file.startswith("<"):
-            return _place(file, line, function)
-    return ""
+            return name, _place(file, line, function)
+    return name, ""
 
 
 def _place(file: str, line: int, function: str) -> str:

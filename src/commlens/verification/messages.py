@@ -6,8 +6,7 @@ others name ranks.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -126,19 +125,21 @@ def leaves(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> W
         subject: the call and its group.
         rows: all ranks that have announced, in order of rank.
     """
-    tables = list(_leaf_tables(answer, rows))
-    heading, lines = _heading(answer.aspect), []
-    for alike in tables:
-        argument = alike[0].argument
-        lines += [
-            f"{heading} of {argument}:" if argument else f"{heading}:",
-            *_lines(answer.aspect, alike),
-        ]
-    if not tables:
+    places = {row.rank: row.where for row in rows}
+    heading = _heading(answer.aspect)
+    table: list[RefusedRow] = []
+    lines: list[str] = []
+    for path, cells_of in answer.at[:_LEAVES_SHOWN]:
+        at_path = [(rank, cells, places.get(rank, "")) for rank, cells in cells_of.items()]
+        alike = _join_alike(at_path, path)
+        table += alike
+        lines += [f"{heading} of {path}:" if path else f"{heading}:"]
+        lines += _lines(answer.aspect, alike)
+    if not table:
         lines = ["The arguments differ, but have too many elements to show where."]
     if (more := len(answer.at) - _LEAVES_SHOWN) > 0:
         lines.append(f"... and {more} more")
-    return _mismatch(answer.aspect, subject, rows, list(itertools.chain(*tables)), lines)
+    return _mismatch(answer.aspect, subject, rows, table, lines)
 
 
 def tags(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> WordedRefusal:
@@ -278,14 +279,6 @@ def _wait_line(step: CycleStep) -> str:
     )
 
 
-def _leaf_tables(answer: LeafDisagreement, rows: Sequence[Row]) -> Iterator[list[RefusedRow]]:
-    """Yield the rows of each place in the arguments that differs, of the first few places."""
-    places = {row.rank: row.where for row in rows}
-    for path, cells_of in answer.at[:_LEAVES_SHOWN]:
-        at_path = [(rank, cells, places.get(rank, "")) for rank, cells in cells_of.items()]
-        yield _join_alike(at_path, path)
-
-
 def _operation_name(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     """Return the operation's name and where it is: the library's name if a library issued it."""
     arrived = [row.args for row in rows if row.args is not None]
@@ -336,7 +329,8 @@ def _join_alike(
 
 def _lines(aspect: str, rows: Sequence[RefusedRow]) -> list[str]:
     """Return the rows as lines of a table whose columns are aligned."""
-    heads = [f"{_head(aspect, row.ranks)}:" for row in rows]
+    noun = ("Process", "Processes") if aspect == "shape" else ("Rank", "Ranks")
+    heads = [f"{ranks_phrase(row.ranks, *noun)}:" for row in rows]
     width = max((len(head) for head in heads), default=0)
     widths = [max((len(row.cells[i]) for row in rows), default=0) for i in range(2)]
     lines = []
@@ -344,12 +338,6 @@ def _lines(aspect: str, rows: Sequence[RefusedRow]) -> list[str]:
         shown = "  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row.cells) if widths[i])
         lines.append(f"  - {head.ljust(width)} {shown}   {row.where}".rstrip())
     return lines
-
-
-def _head(aspect: str, ranks: Sequence[int]) -> str:
-    if aspect == "shape":
-        return ranks_phrase(ranks, "Process", "Processes")
-    return ranks_phrase(ranks, "Rank", "Ranks")
 
 
 def _cells(aspect: str, row: Row) -> tuple[str, str]:

@@ -67,8 +67,16 @@ class Rendezvous:
         number = self._count + 1
         self._board.set_word(B.PRESENT, number)
         while True:
-            absent = [rank for rank in self._expected if not self._has_reached(rank, number)]
-            missing = [rank for rank in absent if not self._is_alone(rank)]
+            self._find_new_boards()
+            boards = {rank: self._peers.get(rank) for rank in self._expected}
+            absent = {
+                rank: board
+                for rank, board in boards.items()
+                if board is None or board.word(B.PRESENT) < number
+            }
+            missing = [
+                rank for rank, board in absent.items() if board is None or not board.word(B.ALONE)
+            ]
             clock.watch([pid for rank in missing for pid in self._expected[rank]])
             if all(
                 clock.is_over(patience // 10 ** self._missed.get(rank, 0), self._expected[rank])
@@ -100,12 +108,3 @@ class Rendezvous:
             if rank != self._peers.rank and job_dirs.has_ended(box) is False:
                 ranks[rank] = [job_dirs.box_pid(box)]
         return dict(sorted(ranks.items()))
-
-    def _has_reached(self, rank: int, number: int) -> bool:
-        self._find_new_boards()
-        board = self._peers.get(rank)
-        return board is not None and board.word(B.PRESENT) >= number
-
-    def _is_alone(self, rank: int) -> bool:
-        board = self._peers.get(rank)
-        return board is not None and board.word(B.ALONE) == 1

@@ -219,16 +219,10 @@ class Verifier:
                 self._waiting.before_issue(pending, args, self._plans_changed)
             if pending.absent:  # also after the wait
                 self._late.refuse_if_ended(pending)
-                self._keep(token.index, pending)
-
-    def _keep(self, index: int, pending: Pending) -> None:
-        """Keep a collective for the thread that waits for it. Forget the older half if there are
-        many: a program need not wait for each.
-        """
-        if len(self._pending) > _PENDING_LIMIT:
-            for old in list(self._pending)[: _PENDING_LIMIT // 2]:
-                self._pending.pop(old, None)
-        self._pending[index] = pending
+                if len(self._pending) > _PENDING_LIMIT:  # a program need not wait for each
+                    for old in list(self._pending)[: _PENDING_LIMIT // 2]:
+                        self._pending.pop(old, None)
+                self._pending[token.index] = pending
 
     def _refuse_peer(self, token: Token, frame: FrameType | None) -> NoReturn:
         """Refuse a message to or from a rank that does not exist: torch lets it wait for ever.
