@@ -67,16 +67,8 @@ class Rendezvous:
         number = self._count + 1
         self._board.set_word(B.PRESENT, number)
         while True:
-            self._find_new_boards()
-            boards = {rank: self._peers.get(rank) for rank in self._expected}
-            absent = {
-                rank: board
-                for rank, board in boards.items()
-                if board is None or board.word(B.PRESENT) < number
-            }
-            missing = [
-                rank for rank, board in absent.items() if board is None or not board.word(B.ALONE)
-            ]
+            absent = self._absent(number)
+            missing = [rank for rank, is_alone in absent.items() if not is_alone]
             clock.watch([pid for rank in missing for pid in self._expected[rank]])
             if all(
                 clock.is_over(patience // 10 ** self._missed.get(rank, 0), self._expected[rank])
@@ -95,6 +87,16 @@ class Rendezvous:
         for rank in missing:
             self._missed[rank] = self._missed.get(rank, 0) + 1
         return self._peers.take_unwarned(missing)
+
+    def _absent(self, number: int) -> dict[int, bool]:
+        """Return the ranks that have not reached a rendezvous, and whether each goes on alone."""
+        self._find_new_boards()
+        boards = {rank: self._peers.get(rank) for rank in self._expected}
+        return {
+            rank: board is not None and board.word(B.ALONE) == 1
+            for rank, board in boards.items()
+            if board is None or board.word(B.PRESENT) < number
+        }
 
     def _recorded_ranks(self) -> dict[int, list[int]]:
         """Return the other live ranks, by black boxes here and boards of others, and their

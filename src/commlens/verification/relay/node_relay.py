@@ -81,6 +81,7 @@ class Relay:
             is_hub=is_hub,
             on_joined=self._send_boards,
             on_message=self._take,
+            on_changes=self._apply,
             on_lost=self._lose,
         )
         # key and number of the refusals that were posted on all nodes: the ranks that they concern
@@ -132,9 +133,7 @@ class Relay:
                 self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
-        """Do the periodic work. Return whether all ranks of this node have ended and, at the hub,
-        other nodes need it no longer.
-        """
+        """Do the periodic work. Return whether the relay may end."""
         self._find_boards()
         now = time.monotonic()
         # A node that was lost is given up for good, and ranks that have ended need no other node.
@@ -162,6 +161,12 @@ class Relay:
         is_expected = not self._feeds and now - self._began < PATIENCE_S  # no rank has a board yet
         if is_left or is_expected:
             self._ended_at = now
+        return self._may_end(now)
+
+    def _may_end(self, now: float) -> bool:
+        """Return whether all ranks of this node have ended and, at the hub, other nodes need it no
+        longer.
+        """
         is_needed = self._is_hub and any(
             connection.trusted and not connection.is_leaving
             for connection in self.others.connections
@@ -296,10 +301,7 @@ class Relay:
         )
         connection.send_json(type="publish", rank=board.rank)
 
-    def _take(self, connection: Connection, message: bytes | dict[str, Any]) -> None:
-        if isinstance(message, bytes):
-            self._apply(connection, message)
-            return
+    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         what = message.get("type")
         if what == "board":
             rank = int(message["rank"])

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from commlens.verification.relay.connection import WRITES, Connection, is_proof, proof
+from commlens.verification.relay.connection import JSON, WRITES, Connection, is_proof, proof
 
 BEAT_S: Final = 0.5
 LOST_S: Final = 5.0
@@ -29,7 +29,8 @@ class OtherRelays:
         world_size: number of ranks of the job.
         is_hub: rank 0 is on this node.
         on_joined: is called with a connection once its relay has proven itself.
-        on_message: is called with such a connection and a message: an object, or changed bytes.
+        on_message: is called with such a connection and an object that it sent.
+        on_changes: is called with such a connection and changed bytes of boards that it sent.
         on_lost: is called with a connection that has ended, and why.
     """
 
@@ -39,13 +40,15 @@ class OtherRelays:
         *,
         is_hub: bool,
         on_joined: Callable[[Connection], None],
-        on_message: Callable[[Connection, bytes | dict[str, Any]], None],
+        on_message: Callable[[Connection, dict[str, Any]], None],
+        on_changes: Callable[[Connection, bytes], None],
         on_lost: Callable[[Connection, str], None],
     ) -> None:
         self._world_size = world_size
         self._is_hub = is_hub
         self._on_joined = on_joined
         self._on_message = on_message
+        self._on_changes = on_changes
         self._on_lost = on_lost
         self.connections: list[Connection] = []
         self._selector = selectors.DefaultSelector()
@@ -111,13 +114,15 @@ class OtherRelays:
 
     def _receive(self, connection: Connection) -> None:
         for kind, content in connection.receive():
-            message = content if kind == WRITES else json.loads(content)
-            if connection.trusted and isinstance(message, (bytes, dict)):
-                self._on_message(connection, message)
-            elif isinstance(message, dict):
-                self._get_acquainted(connection, message)
-            else:
+            message = json.loads(content) if kind == JSON else None
+            if connection.trusted and kind == WRITES:
+                self._on_changes(connection, content)
+            elif not isinstance(message, dict):
                 raise ValueError("it is no relay")
+            elif connection.trusted:
+                self._on_message(connection, message)
+            else:
+                self._get_acquainted(connection, message)
 
     def _get_acquainted(self, connection: Connection, message: dict[str, Any]) -> None:
         """Answer a message of a relay that has not proven yet that it knows the job's secret."""

@@ -22,6 +22,7 @@ class Side:
             is_hub=is_hub,
             on_joined=lambda connection: self.joined.append(connection.host),
             on_message=lambda _, message: self.messages.append(message),
+            on_changes=lambda _, changes: self.messages.append(changes),
             on_lost=self._lose,
         )
 
