@@ -316,7 +316,10 @@ class KernelLog:
             content = self._rest + self._read_file()
             whole, newline, self._rest = content.rpartition(b"\n")
             return events_in((whole + newline).decode("utf-8", "replace").splitlines())
-        return self._read_journal() if thorough and self._journal else []
+        if not thorough or not self._journal:
+            return []
+        since_s, self._journal_since_s = self._journal_since_s, time.time()
+        return events_in(_journal_lines(self._journal, f"@{since_s:.0f}"))
 
     def _read_file(self) -> bytes:
         """Return what is new in the file, and in the one that log rotation put in its place."""
@@ -362,12 +365,6 @@ class KernelLog:
                 events.append(event)
         self._read_ns = now_ns
         return events
-
-    def _read_journal(self) -> list[HealthEvent]:
-        now_s = time.time()
-        lines = _journal_lines(self._journal, f"@{self._journal_since_s:.0f}")
-        self._journal_since_s = now_s
-        return events_in(lines)
 
     def close(self) -> None:
         """Close what is open."""

@@ -110,20 +110,6 @@ def compare_coalesced(
 # --- the aspects: each function returns None if the ranks agree, or if the op does not have it
 
 
-def _root(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    if op not in ROOTED:
-        return None
-    return _vote("root", by_rank, lambda a: a.root, lambda a: f"root {a.root}")
-
-
-def _reduce_op(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    if op not in REDUCING:
-        return None
-    return _vote(
-        "reduce-op", by_rank, lambda a: a.reduce_op, lambda a: str(a.reduce_op), Severity.SUSPICIOUS
-    )
-
-
 def _elements(
     op: str, by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]
 ) -> Answer | None:
@@ -175,15 +161,6 @@ def _dtype(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
         return None if known is None or UNKNOWN_DTYPE in known else known
 
     return _vote("dtype", by_rank, dtypes, lambda a: tensors_phrase(a.payload))
-
-
-def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote(
-        "device",
-        by_rank,
-        lambda a: _property(a, lambda spec: spec.device),
-        lambda a: f"a tensor on {a.payload[0].device}",
-    )
 
 
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -246,7 +223,11 @@ def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
 
 _Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
 _ASPECTS: tuple[_Compare, ...] = (
-    _root,
+    lambda op, by_rank, _: (
+        _vote("root", by_rank, lambda a: a.root, lambda a: f"root {a.root}")
+        if op in ROOTED
+        else None
+    ),
     lambda op, by_rank, _: _vote(
         "layout",
         by_rank,
@@ -255,8 +236,23 @@ _ASPECTS: tuple[_Compare, ...] = (
     ),
     _elements,
     _dtype,
-    _device,
-    _reduce_op,
+    lambda op, by_rank, _: _vote(
+        "device",
+        by_rank,
+        lambda a: _property(a, lambda spec: spec.device),
+        lambda a: f"a tensor on {a.payload[0].device}",
+    ),
+    lambda op, by_rank, _: (
+        _vote(
+            "reduce-op",
+            by_rank,
+            lambda a: a.reduce_op,
+            lambda a: str(a.reduce_op),
+            Severity.SUSPICIOUS,
+        )
+        if op in REDUCING
+        else None
+    ),
     _shape,
     _memory_order,
 )
@@ -473,8 +469,6 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
     """Return the number of elements for each rank of the group; None if unknown. Empty splits mean
     even splits.
     """
-    if not size:
-        return None
     if len(specs) == size and not splits and size > 1:  # the list form
         return [wire_numel(spec) for spec in specs]
     if len(specs) != 1:

@@ -83,7 +83,7 @@ def check_numbers(
     if exchange is None:
         return Verdict(summary="there is no other rank to compare with")
     exchange.send(check, Inspection(tensors_to_check(whole, optimizer)))
-    return verdict_on(exchange, check)
+    return exchange.verdict_on(check)
 
 
 def must_agree(
@@ -223,30 +223,3 @@ def _ranks_of(caller: str, group: Any) -> tuple[int, ...]:
 def _next_check(source: str, tolerance: float, wait_s: float, ranks: tuple[int, ...]) -> CheckId:
     _calls[source, ranks] += 1
     return CheckId(source, _calls[source, ranks], tolerance, wait_s, ranks)
-
-
-def verdict_on(exchange: Exchange, check: CheckId) -> Verdict:
-    """Wait for the answer to a check, and return it as a verdict."""
-    from commlens.numbers.exchange import verdict_of_answer
-    from commlens.text import ranks_phrase
-
-    answer = exchange.answer(check)
-    if answer is None and not exchange.is_running:
-        return Verdict(
-            kind="undetermined",
-            summary="commlens has stopped comparing numbers; the log says why",
-        )
-    if answer is None:
-        return Verdict(
-            kind="undetermined",
-            summary=(
-                f"rank {check.ranks[0]} has not answered {check.source} within {check.wait_s:g} s"
-            ),
-        )
-    verdict = verdict_of_answer(answer)
-    if answer.absent:
-        verdict.missing_evidence.append(
-            f"Not compared: {ranks_phrase(answer.absent)} did not call {check.source} within"
-            f" {check.wait_s:g} s."
-        )
-    return verdict

@@ -27,7 +27,6 @@ from commlens.diagnosis.words.diverged import (
     steps_compared,
     verdict_of,
 )
-from commlens.model.cause import Diverged
 from commlens.model.numbers import CheckId, NumbersReport, StepsCompared, TableRef, TensorTable
 from commlens.model.verdict import Verdict
 from commlens.numbers.comparison import OPTIMIZER, TensorComparison
@@ -50,15 +49,6 @@ _LEAVES: Final = CheckId("leaves", 0)
 """The last report of a rank."""
 
 _encode = msgspec.msgpack.encode
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """The result of a check, for the ranks that wait for it."""
-
-    causes: list[Diverged]
-    ranks: int
-    tensors: int
-    absent: list[int]
 
 
 class Exchange:
@@ -109,14 +99,19 @@ class Exchange:
         if self.is_running:
             self._queue.put((check, inspection))
 
-    def answer(self, check: CheckId) -> Answer | None:
-        """Wait for the answer to a check; None if none comes."""
+    def verdict_on(self, check: CheckId) -> Verdict:
+        """Wait for the verdict on a check."""
         until = time.monotonic() + check.wait_s + _AT_END_S
         while self.is_running and time.monotonic() < until:
             if (content := self._meeting.value(answer_name(check))) is not None:
-                return msgspec.msgpack.decode(content, type=Answer)
+                return msgspec.msgpack.decode(content, type=Verdict)
             time.sleep(_NAP_S)
-        return None
+        summary = (
+            f"rank {check.ranks[0]} has not answered {check.source} within {check.wait_s:g} s"
+            if self.is_running
+            else "commlens has stopped comparing numbers; the log says why"
+        )
+        return Verdict(kind="undetermined", summary=summary)
 
     def close(self) -> None:
         """Send what is left, compare it if this rank does so, and end the thread."""
@@ -279,8 +274,15 @@ class Collector:
         if check.source == f"{OPTIMIZER} 1" and len(reports) > 1:
             self._steps.add(check.number, len(reports), count_tensors(parts), bool(causes))
         if check.wait_s:
-            answer = Answer(causes, len(reports), count_tensors(parts), list(absent))
-            self._meeting.keep(answer_name(check), _encode(answer))
+            verdict = _joined([verdict_of(cause) for cause in causes]) or no_difference(
+                len(reports), count_tensors(parts)
+            )
+            if absent:
+                verdict.missing_evidence.append(
+                    f"Not compared: {ranks_phrase(absent)} did not call {check.source} within"
+                    f" {check.wait_s:g} s."
+                )
+            self._meeting.keep(answer_name(check), _encode(verdict))
             self._answered.append(answer_name(check))
             self._meeting.discard(self._answered[:-8])
             self._answered = self._answered[-8:]
@@ -305,13 +307,10 @@ class Collector:
             self._meeting.discard([table_name(check, digest) for digest in digests])
 
 
-def verdict_of_answer(answer: Answer) -> Verdict:
-    """Return the verdict of a check that ranks have waited for."""
-    if not answer.causes:
-        return no_difference(answer.ranks, answer.tensors)
-    verdicts = [verdict_of(cause) for cause in answer.causes]
+def _joined(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """Return one verdict with the findings of all; None if there are none."""
     findings = [finding for verdict in verdicts for finding in verdict.findings]
-    return Verdict.from_findings(findings, looked_at=verdicts[0].looked_at)
+    return Verdict.from_findings(findings, looked_at=verdicts[0].looked_at) if verdicts else None
 
 
 def table_name(check: CheckId, digest: str) -> str:

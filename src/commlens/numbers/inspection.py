@@ -142,8 +142,14 @@ def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[Chec
 
 def _hyperparameters(optimizer: Any, model: Model) -> Iterator[CheckedTensor]:
     for index, group in enumerate(optimizer.param_groups):
-        alike = (_set_up_alike(model, each) for each in group["params"])
-        kept_by = max(alike, key=_how_many, default=())
+        # of the parameters, one that most ranks certainly train with the same settings
+        kept_by = max(
+            (_set_up_alike(model, each) for each in group["params"]),
+            key=lambda alike: max(
+                ((each.relation == "equal", len(each.ranks)) for each in alike), default=(False, 0)
+            ),
+            default=(),
+        )
         for name in _HYPERPARAMETERS:
             values = group.get(name)
             for number, value in enumerate(values if isinstance(values, tuple) else (values,)):
@@ -153,13 +159,6 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[CheckedTensor]:
                     yield CheckedTensor(
                         Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
                     )
-
-
-def _how_many(kept_by: tuple[Replicas, ...]) -> tuple[bool, int]:
-    """Sort key: the number of ranks that certainly hold the same tensor."""
-    return max(
-        ((each.relation == "equal", len(each.ranks)) for each in kept_by), default=(False, 0)
-    )
 
 
 def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:

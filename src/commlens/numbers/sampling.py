@@ -115,14 +115,16 @@ class TensorSampler:
 
     def after_step(self, optimizer: Any) -> None:
         """Count a step, and compare the tensors that must be alike if a check is due."""
-        if self.ops is not None and self._is_first(optimizer):
-            exchange = self._exchange()
-            self.ops.end(self._steps + 1, exchange)
+        followed = self._followed.get(optimizer)
+        is_first = followed.number == 1 if followed is not None else not self._optimizers
+        if self.ops is None or not is_first:
             self._count_and_compare(optimizer)
-            if self._is_due(self._steps + 1) and exchange is not None:
-                self.ops.begin(self._models, list(self._followed))
-        else:
-            self._count_and_compare(optimizer)
+            return
+        exchange = self._exchange()
+        self.ops.end(self._steps + 1, exchange)
+        self._count_and_compare(optimizer)
+        if self._is_due(self._steps + 1) and exchange is not None:
+            self.ops.begin(self._models, list(self._followed))
 
     def end(self) -> None:
         """Compare parameters and optimizer states after the last step. Leaves out an optimizer
@@ -150,11 +152,6 @@ class TensorSampler:
             self.watch.stop()
         if self.ops is not None:
             self.ops.stop()
-
-    def _is_first(self, optimizer: Any) -> bool:
-        """Return whether this optimizer made the first step of all, or makes it now."""
-        followed = self._followed.get(optimizer)
-        return followed.number == 1 if followed is not None else not self._optimizers
 
     def _is_due(self, step: int) -> bool:
         return step in EARLY_STEPS or step % self.plan.every == 0

@@ -324,16 +324,18 @@ def _part(ranks: Sequence[_RankSteps], where: _Where, steps: float) -> StepPart:
     found = [rank.part(where) for rank in taking_part]
     each = 1 / steps / len(taking_part)
     ops = [flight.op for rank in taking_part for flight in rank.flights[where]]
-    payload, place = sum(map(_payload_bytes, ops)), "".join(where[1:])
+    tensors = [spec for op in ops for spec in op.args.payload]
+    payload = sum(spec.numel * item_size(spec.dtype) for spec in tensors)
     waited, hidden, device = (round(sum(values) * each) for values in zip(*found, strict=True))
     return StepPart(
-        where[0], place, len(ops) * each, payload * each, waited, hidden, device or None
+        where[0],
+        "".join(where[1:]),
+        len(ops) * each,
+        payload * each,
+        waited,
+        hidden,
+        device or None,
     )
-
-
-def _payload_bytes(op: Collective) -> int:
-    """Return the bytes that a rank contributes to a collective."""
-    return sum(spec.numel * item_size(spec.dtype) for spec in op.args.payload)
 
 
 def _unknown_on_devices(ops: Sequence[Collective]) -> list[str]:

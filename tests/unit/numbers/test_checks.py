@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from commlens.model.numbers import CheckId
-from commlens.numbers.checks import verdict_on
 from commlens.numbers.exchange import Exchange
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.meeting import SharedMemory
@@ -27,7 +26,7 @@ def test_a_rank_that_has_stopped_comparing_does_not_blame_another(
     check = CheckId("commlens.check_numbers()", 1, wait_s=60.0, ranks=(0, 1))
     with caplog.at_level(logging.WARNING, "commlens"):
         exchange.send(check, Inspection())
-        verdict = verdict_on(exchange, check)
+        verdict = exchange.verdict_on(check)
     exchange.close()
     assert verdict.kind == "undetermined"
     assert "rank 0" not in verdict.summary

@@ -93,11 +93,6 @@ class Connection:
         """Return the socket's file descriptor."""
         return self.socket.fileno()
 
-    @property
-    def has_backlog(self) -> bool:
-        """Whether the other side has not taken everything."""
-        return bool(self._out)
-
     def send(self, kind: bytes, content: bytes) -> None:
         """Send a frame, as much of it as the other side takes now."""
         frame = _HEAD.pack(len(content), kind) + content
@@ -112,8 +107,9 @@ class Connection:
         self.send(JSON, json.dumps(content).encode())
 
     def flush(self) -> None:
-        """Send more of the bytes that the other side has not taken."""
-        del self._out[: self._try(self._out)]
+        """Send more of the bytes that the other side has not taken, if there are any."""
+        if self._out:
+            del self._out[: self._try(self._out)]
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the frames that have arrived: kind and content."""

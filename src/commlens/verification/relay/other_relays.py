@@ -101,7 +101,7 @@ class OtherRelays:
                 self._accept(self._server)
             elif each in self.connections:
                 self.attempt(each, self._receive)
-        for connection in [each for each in self.connections if each.has_backlog]:
+        for connection in list(self.connections):
             self.attempt(connection, Connection.flush)
 
     def _accept(self, server: socket.socket) -> None:
