@@ -10,19 +10,22 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
 
 from commlens import launchers
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError
 from commlens.model.numbers import CheckId, Relation
 from commlens.model.verdict import Verdict
+from commlens.numbers.exchange import Exchange
+from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
 from commlens.numbers.job_folder import job_folder
-
-if TYPE_CHECKING:
-    import torch
-
-    from commlens.numbers.exchange import Exchange
+from commlens.numbers.measuring import Named, reason_to_skip
+from commlens.numbers.meeting import JobStore, Meeting, SharedMemory, write_file
+from commlens.numbers.replicas import Model, Replicas, find_roots, group_ranks, local_part
 
 log = logging.getLogger("commlens")
 
@@ -65,9 +68,6 @@ def check_numbers(
         CommandError: there is no default group, this rank is not in ``group``, or no tensor is
             known to be replicated.
     """
-    from commlens.numbers.inspection import Inspection, tensors_to_check
-    from commlens.numbers.replicas import Model, find_roots
-
     ranks = _ranks_of("commlens.check_numbers()", group)
     whole = Model([model], ranks if group is not None else None)
     if not whole.has_replicas and group is None:
@@ -117,11 +117,6 @@ def exchange_of(ranks: Sequence[int]) -> Exchange | None:
     """Return the exchange of these ranks, and start it if there is none; None if this rank is
     alone.
     """
-    import torch.distributed as dist
-
-    from commlens.numbers.exchange import Exchange
-    from commlens.numbers.meeting import JobStore, Meeting, SharedMemory
-
     reader = min(ranks)
     exchange = _exchanges.get(reader)
     if exchange is not None and exchange.is_for(dist.group.WORLD):
@@ -151,8 +146,6 @@ def finish() -> None:
 
 def report(verdict: Verdict) -> None:
     """Hand a verdict to the watcher, which prints it and saves it; log it if there is none."""
-    from commlens.numbers.meeting import write_file
-
     folder = job_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -177,12 +170,6 @@ def _compare(
     name: str,
     relation: Relation,
 ) -> None:
-    import torch
-
-    from commlens.numbers.inspection import CheckedTensor, Inspection
-    from commlens.numbers.measuring import Named, reason_to_skip
-    from commlens.numbers.replicas import Replicas, local_part
-
     if isinstance(tensor, (int, float)):
         tensor = torch.tensor(tensor)
     tensor = local_part(tensor)
@@ -204,12 +191,8 @@ def _compare(
 
 def _ranks_of(caller: str, group: Any) -> tuple[int, ...]:
     """Return the global ranks of a group that this rank is in; None stands for all."""
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         raise CommandError(f"{caller} compares ranks: call it after init_process_group.")
-    from commlens.numbers.replicas import group_ranks
-
     members = None if group is dist.GroupMember.NON_GROUP_MEMBER else group or dist.group.WORLD
     ranks = group_ranks(members) if members is not None else ()
     if dist.get_rank() not in ranks:

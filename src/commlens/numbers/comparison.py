@@ -197,7 +197,11 @@ class TensorComparison:
         own = find_own_tensors(check, now.reports, now.equal)
         ranks = sorted(now.reports) if own else all_ranks([*trained, *([order] if order else [])])
         found: list[Diverged] = []
-        if self._note_training(check, ranks, order):
+        label = _TRAINING
+        if order is not None and order.key[0] == "module":
+            self._note(_TRAINING, ranks, check)  # what differs besides is a consequence
+            label = "module"
+        if ranks and self._note(label, ranks, check):
             found.append(self._diverged(now, ranks, trained, rng, order, own))
         for kind, label in (("buffer", "buffer"), ("value", check.source), ("rng", "rng")):
             some = _of_kinds(differences, [kind])
@@ -207,16 +211,6 @@ class TensorComparison:
             if ranks and self._note(label, ranks, check):
                 found.append(self._diverged(now, ranks, some, rng))
         return found
-
-    def _note_training(
-        self, check: CheckId, ranks: Sequence[int], order: Difference | None
-    ) -> bool:
-        """Note that trained tensors differ, and return whether that is new."""
-        label = _TRAINING
-        if order is not None and order.key[0] == "module":
-            self._note(_TRAINING, ranks, check)  # what differs besides is a consequence
-            label = "module"
-        return bool(ranks) and self._note(label, ranks, check)
 
     def _note(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
         """Note a difference, and return whether it is to be reported: none with this label was

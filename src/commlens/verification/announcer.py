@@ -323,19 +323,18 @@ class Announcer:
     ) -> int:
         """Return the position of the blob with a collective's arguments and call site."""
         key = (id(args), code, stack)
-        position = self._known_blob(key, args)
-        if not position:
-            name, where = call_site(frame, args.op)
-            content = {
-                **{field: args.content[field] for field in (*_COMPARED, "dop", "async")},
-                "rop": L.reduce_op_of(code),
-                "name": name,
-                "where": where,
-                "peer": args.peer,
-                "tag": args.tag,
-            }
-            position = self._keep_blob(key, args, self._board.add_blob(content))
-        return position
+        if position := self._known_blob(key, args):
+            return position
+        name, where = call_site(frame, args.op)
+        content = {
+            **{field: args.content[field] for field in (*_COMPARED, "dop", "async")},
+            "rop": L.reduce_op_of(code),
+            "name": name,
+            "where": where,
+            "peer": args.peer,
+            "tag": args.tag,
+        }
+        return self._add_blob(key, args, content)
 
     def _call_blob(
         self, channel_key: int, signature: int, call: FunctionCall, frame: FrameType | None
@@ -347,23 +346,22 @@ class Announcer:
             places += (caller.f_code, caller.f_lasti)
             caller = caller.f_back
         key = (channel_key, signature, *places)
-        position = self._known_blob(key, None)
-        if not position:
-            content = {**call.content, "name": call.op, "where": call_site(frame, "")[1]}
-            position = self._board.add_blob(content) or self._board.add_blob(
-                {**content, "leaves": None}
-            )
-            self._keep_blob(key, None, position)
-        return position
+        if position := self._known_blob(key, None):
+            return position
+        content = {**call.content, "name": call.op, "where": call_site(frame, "")[1]}
+        return self._add_blob(key, None, content)
 
     def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
         """Return the position of a blob; 0 if it was not written, or is too old."""
         known, position = self._blobs.get(key, (None, 0))
         return position if known is of and position and self._board.is_recent(position) else 0
 
-    def _keep_blob(self, key: Any, of: InternedArgs | None, position: int) -> int:
+    def _add_blob(self, key: Any, of: InternedArgs | None, content: dict[str, Any]) -> int:
+        """Return the position of a new blob, without a function's arguments if they are many."""
         if len(self._blobs) > _KEPT:
             self._blobs.clear()
+        add = self._board.add_blob
+        position = add(content) or add({**content, "leaves": None})
         self._blobs[key] = (of, position)
         return position
 

@@ -9,7 +9,7 @@ refused. Different signatures may be legal, as those of an all_to_all with uneve
 from __future__ import annotations
 
 import time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from commlens.blackbox import layout as L
 from commlens.boards import board as B
@@ -34,12 +34,8 @@ _Signatures = tuple[tuple[int, int], ...]
 """Each rank with its signature."""
 
 
-class _Announcement(NamedTuple):
-    """What a rank has announced under a number."""
-
-    rank: int
-    signature: int
-    blob: dict[str, Any] | None  # its arguments; None if they were overwritten
+_Announced = dict[int, tuple[int, dict[str, Any] | None]]
+"""By rank: its signature and its arguments; None if they were overwritten."""
 
 
 class Comparison:
@@ -97,8 +93,7 @@ class Comparison:
             self._refuse(pending)
             withdrawn = differing
         else:
-            ranks = {each.rank for each in announced}
-            withdrawn = [rank for rank in differing if rank not in ranks]
+            withdrawn = [rank for rank in differing if rank not in announced]
         if withdrawn:
             self._refusals.raise_new()  # a peer withdraws after a refusal, so there may be one
         return withdrawn
@@ -112,7 +107,7 @@ class Comparison:
         """Return a table row for each rank that has announced, this one included."""
         return [
             self.own_row(pending) if rank == self._peers.rank else table_row(rank, blob)
-            for rank, _, blob in self._announcements(pending)
+            for rank, (_, blob) in self._announcements(pending).items()
             if blob is not None
         ]
 
@@ -126,27 +121,27 @@ class Comparison:
             {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")},
         )
 
-    def _announcements(self, pending: Pending) -> list[_Announcement]:
+    def _announcements(self, pending: Pending) -> _Announced:
         """Return the announcements of all ranks that have made one, this rank included."""
-        found: list[_Announcement] = []
+        found: _Announced = {}
         for rank in pending.channel.members:
             if rank == self._peers.rank:
-                found.append(_Announcement(rank, pending.signature, _own_blob(pending)))
+                found[rank] = pending.signature, _own_blob(pending)
                 continue
             board = self._peers.known(rank)
             slot = board.slot(pending.channel.key) if board is not None else 0
             seen = board.announced(slot, pending.number) if board is not None and slot else None
             if board is not None and seen is not None:
-                found.append(_Announcement(rank, seen[0], board.blob(seen[1])))
+                found[rank] = seen[0], board.blob(seen[1])
         return found
 
     def _disagreement(
-        self, pending: Pending, announced: list[_Announcement]
+        self, pending: Pending, announced: _Announced
     ) -> Disagree | LeafDisagreement | None:
         """Return the aspect in which the announced arguments disagree; None if they match.
         Signatures that agree are remembered, also in C++.
         """
-        blobs = {each.rank: each.blob for each in announced if each.blob is not None}
+        blobs = {rank: blob for rank, (_, blob) in announced.items() if blob is not None}
         if (
             isinstance(pending.args, FunctionCall)
             and len({blob["op"] for blob in blobs.values()}) == 1
@@ -154,7 +149,7 @@ class Comparison:
             return compare_leaves(
                 {rank: unpack(blob.get("leaves")) for rank, blob in blobs.items()}
             )
-        key = tuple((each.rank, each.signature) for each in announced)
+        key = tuple((rank, signature) for rank, (signature, _) in announced.items())
         if key in self._agreed:
             return None
         by_rank = {rank: _arguments(blob) for rank, blob in blobs.items()}
@@ -187,7 +182,7 @@ class Comparison:
         clock = ReadyClock()
         while True:
             announced = self._announcements(pending)
-            late = set(pending.channel.peers) - {each.rank for each in announced}
+            late = set(pending.channel.peers) - announced.keys()
             pids = self._peers.pids_here(late)
             clock.watch(pids)
             if not late or clock.is_over(FULL_TABLE_NS, pids):

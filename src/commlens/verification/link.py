@@ -79,8 +79,8 @@ class Link:
         # it by that name.
         listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
         environ = helper_process.environment(os.environ)
-        to_relay, from_relay = os.pipe(), os.pipe()
-        try:
+        ours, theirs = socket.socketpair()
+        with theirs:
             # It runs in the job's folder, because the working directory may be gone, or hold
             # modules with the names of Python's own.
             helper_process.start(
@@ -88,38 +88,27 @@ class Link:
                 str(self._folder.absolute()),
                 str(world_size),
                 listen_at,
-                str(to_relay[0]),
-                str(from_relay[1]),
+                str(theirs.fileno()),
                 environ={**environ, "PYTHONPATH": helper_process.python_path()},
                 cwd=self._folder,
-                pass_fds=(to_relay[0], from_relay[1]),
+                pass_fds=(theirs.fileno(),),
             )
-        finally:
-            os.close(to_relay[0])
-            os.close(from_relay[1])
         # A thread, because a store that does not answer must not hold up the program.
-        pipes = from_relay[0], to_relay[1]
         threading.Thread(
             target=self._exchange_address,
-            args=(store, host, address, pipes),
+            args=(store, host, address, ours),
             name="commlens-link",
             daemon=True,
         ).start()
 
-    def _exchange_address(
-        self, store: Any, host: str, address: str, pipes: tuple[int, int]
-    ) -> None:
+    def _exchange_address(self, store: Any, host: str, address: str, relay: socket.socket) -> None:
         """Publish the address of rank 0's relay on its node; on the others, pass what is published
         to this node's relay.
         """
         passed_on = b""
-        with (
-            contextlib.suppress(Exception),
-            os.fdopen(pipes[0], "rb") as from_relay,
-            os.fdopen(pipes[1], "wb") as to_relay,
-        ):
+        with contextlib.suppress(Exception), relay:
             if address:
-                offer = json.loads(from_relay.readline())
+                offer = json.loads(relay.makefile("rb").readline())
                 store.set(_KEY, json.dumps({**offer, "host": address}))
                 return
             until = time.monotonic() + PATIENCE_S
@@ -131,8 +120,7 @@ class Link:
                     passed_on = value
                     offer = json.loads(value)
                     hosts = _reachable(offer["host"], host)
-                    to_relay.write(json.dumps({**offer, "hosts": hosts}).encode() + b"\n")
-                    to_relay.flush()
+                    relay.sendall(json.dumps({**offer, "hosts": hosts}).encode() + b"\n")
                 time.sleep(_STORE_PERIOD_S)
 
 

@@ -13,7 +13,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 
@@ -75,10 +75,6 @@ class Refusals:
     def skip(self) -> None:
         """Do not raise what has been posted so far."""
         self.raised = self._posted.count()
-
-    def unraised(self) -> str | None:
-        """Return the text of the first refusal that concerns this rank and has not been raised."""
-        return next((str(posted.get("text", "")) for posted in self.new()), None)
 
     def new(self) -> list[dict[str, Any]]:
         """Return the refusals that concern this rank and have not been raised."""
@@ -196,10 +192,8 @@ def _exception(posted: dict[str, Any]) -> DistributedOperationException:
 
 @functools.lru_cache(maxsize=2)
 def _combined_class(accelerates: type[Exception]) -> type[DistributedOperationException]:
-    both: Any = type(
-        "DistributedOperationException",
-        (DistributedOperationException, accelerates),
-        {"__module__": "commlens"},
+    bases = DistributedOperationException, accelerates
+    return cast(
+        "type[DistributedOperationException]",
+        type("DistributedOperationException", bases, {"__module__": "commlens"}),
     )
-    result: type[DistributedOperationException] = both
-    return result

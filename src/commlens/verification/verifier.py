@@ -390,7 +390,7 @@ class Verifier:
         """Return the text of the oldest refusal that this rank has not raised yet, for the watchdog
         thread of a rank that is stuck.
         """
-        return self._refusals.unraised()
+        return next((str(posted.get("text", "")) for posted in self._refusals.new()), None)
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
         """Post a refusal if ranks do not join the oldest collective in flight, for which a thread

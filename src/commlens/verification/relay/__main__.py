@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,16 +17,11 @@ LOCK_S: Final = 5.0
 
 
 def main(arguments: list[str]) -> None:
-    """Run the relay: folder, world size, address to listen at ("" if this is not the hub), and two
-    inherited pipes, in and out.
+    """Run the relay: folder, world size, address to listen at ("" if this is not the hub), and an
+    inherited socket to the rank that starts it.
     """
-    folder, world_size, address, offers, answers = (
-        Path(arguments[0]),
-        int(arguments[1]),
-        arguments[2],
-        int(arguments[3]),
-        int(arguments[4]),
-    )
+    folder, world_size, address = Path(arguments[0]), int(arguments[1]), arguments[2]
+    rank = socket.socket(fileno=int(arguments[3]))
     sys.setswitchinterval(0.0005)  # the threads hand over to each other quickly
     with (folder / "relay.lock").open("w") as lock:
         until = time.monotonic() + LOCK_S
@@ -42,11 +37,10 @@ def main(arguments: list[str]) -> None:
         failed = True
         try:
             if address:
-                os.write(answers, json.dumps(relay.others.listen(address)).encode() + b"\n")
-                os.close(offers)
+                rank.sendall(json.dumps(relay.others.listen(address)).encode() + b"\n")
+                rank.close()
             else:
-                relay.take_offers(offers)
-            os.close(answers)
+                relay.take_offers(rank)
             relay.run()
             failed = False
         except Exception as error:

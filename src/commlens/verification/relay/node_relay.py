@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -92,14 +93,14 @@ class Relay:
         self._began = self._ended_at = time.monotonic()
         self._closing = False
 
-    def take_offers(self, descriptor: int) -> None:
-        """Read lines from a pipe, in a thread: each says where the hub is, the last of them
+    def take_offers(self, rank: socket.socket) -> None:
+        """Read lines from a rank, in a thread: each says where the hub is, the last of them
         counts.
         """
 
         def read() -> None:
-            with contextlib.suppress(OSError, ValueError), os.fdopen(descriptor, "rb") as pipe:
-                for line in pipe:
+            with contextlib.suppress(OSError, ValueError), rank:
+                for line in rank.makefile("rb"):
                     offer = json.loads(line)
                     with self._lock:
                         self.others.take_offer(offer)
