@@ -30,7 +30,7 @@ def train(fault: str) -> dict[str, Any]:
     class Watch(OutputWatch):
         def take(self) -> Any:
             outputs = super().take()
-            names.append([each[1] for output in outputs for each in output.unread._about])
+            names.append([each[1] for output in outputs for each in output._about])
             return outputs
 
     if fault != "unchecked":

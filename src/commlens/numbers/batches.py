@@ -37,12 +37,10 @@ class Key(NamedTuple):
     line: int  # words
 
 
-class _ElementRun(NamedTuple):
-    """Elements of one tensor, from the beginning of a line on."""
-
-    elements: torch.Tensor
-    column: int  # the line's number in its row
-    lines: int
+_ElementRun = tuple[torch.Tensor, int, int]
+"""Elements of one tensor from the beginning of a line on, the line's number in its row, and the
+number of lines.
+"""
 
 
 class Batch:
@@ -137,7 +135,7 @@ def _chunks(key: Key, tensors: Sequence[torch.Tensor]) -> Iterator[list[_Element
         while first < lines:
             count = min(room, lines - first)
             elements = tensor[first * in_line : (first + count) * in_line]
-            runs.append(_ElementRun(elements, first, count))
+            runs.append((elements, first, count))
             first += count
             room -= count
             if not room:
@@ -162,9 +160,9 @@ def _fill(key: Key, runs: Sequence[_ElementRun], zeros: torch.Tensor) -> torch.T
 def _weights(runs: Sequence[_ElementRun], weights: torch.Tensor) -> torch.Tensor:
     """Return the weights of each line; one line if they are the same for all."""
     # A tensor of more than one row has lines as long as rows.
-    if len(weights) == 1 or all(run.column == 0 and run.lines == 1 for run in runs):
+    if len(weights) == 1 or all((column, lines) == (0, 1) for _, column, lines in runs):
         return weights[:1]
-    return torch.cat([weights[run.column : run.column + run.lines] for run in runs])
+    return torch.cat([weights[column : column + lines] for _, column, lines in runs])
 
 
 def _statistics(numbers: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from commlens.errors import CommandError
 from commlens.model.numbers import CheckId, Relation
 from commlens.model.verdict import Verdict
 from commlens.numbers.exchange import Exchange
-from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
+from commlens.numbers.inspection import Inspection, tensors_to_check
 from commlens.numbers.job_folder import job_folder
 from commlens.numbers.measuring import Named, reason_to_skip
 from commlens.numbers.meeting import JobStore, Meeting, SharedMemory, write_file
@@ -185,8 +185,8 @@ def _compare(
     exchange = exchange_of(ranks)
     if exchange is None:
         return
-    checked = CheckedTensor(Named("value", name, tensor), (Replicas(ranks, relation),))
-    exchange.send(check, Inspection([checked]))
+    named = Named("value", name, tensor, (Replicas(ranks, relation),))
+    exchange.send(check, Inspection([named]))
 
 
 def _ranks_of(caller: str, group: Any) -> tuple[int, ...]:

@@ -56,11 +56,8 @@ class OpsOfRank(NamedTuple):
         return self.log.places[run.place]
 
 
-class _TensorChange(NamedTuple):
-    """A change of a tensor."""
-
-    position: int
-    digest: int
+_Change = tuple[int, int]
+"""The position of the op that changed a tensor, and the tensor's new hash."""
 
 
 def find_divergence(logs: Mapping[int, OpLog], shared: Sequence[SharedTensor]) -> Divergence | None:
@@ -140,13 +137,11 @@ def _other_changes(
         of_tensor = {rank: changes[rank].get(each.key, []) for rank in each.ranks if rank in ranks}
         # the first changes of all ranks, then the second ones; None on a rank without another one
         for nth_changes in zip_longest(*of_tensor.values()):
-            by_rank: dict[int, _TensorChange | None] = dict(
-                zip(of_tensor, nth_changes, strict=True)
-            )
-            hashes = {rank: change.digest if change else None for rank, change in by_rank.items()}
+            changed = dict(zip(of_tensor, nth_changes, strict=True))
+            hashes = {rank: change[1] if change else None for rank, change in changed.items()}
             if len(set(hashes.values())) > 1:
                 positions = {
-                    rank: change.position if change else None for rank, change in by_rank.items()
+                    rank: change[0] if change else None for rank, change in changed.items()
                 }
                 departure = _departure_of(ranks, positions)
                 found.append(_divergence(departure, each.key, ranks, positions, hashes))
@@ -154,16 +149,16 @@ def _other_changes(
     return found
 
 
-def _changes(log: OpLog, shared: Iterable[SharedTensor]) -> dict[Key, list[_TensorChange]]:
+def _changes(log: OpLog, shared: Iterable[SharedTensor]) -> dict[Key, list[_Change]]:
     """Return the changes of each tensor in a step. A write of the same bytes is none."""
     last = {each.key: each.digest for each in shared}
-    found: dict[Key, list[_TensorChange]] = {}
+    found: dict[Key, list[_Change]] = {}
     for position, run in enumerate(log.runs):
         for kind, name, digest in run.writes:
             key: Key = (kind, name)
             if key in last and last[key] != digest:
                 last[key] = digest
-                found.setdefault(key, []).append(_TensorChange(position, digest))
+                found.setdefault(key, []).append((position, digest))
     return found
 
 

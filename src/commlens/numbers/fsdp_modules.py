@@ -45,13 +45,13 @@ class FsdpModules:
             for name, module in sharded.items():
                 self._note_forward(name, module)
 
-    def take(self) -> Iterator[tuple[Named, tuple[Replicas, ...]]]:
+    def take(self) -> Iterator[Named]:
         """Yield the modules in their order, which must be the same on all ranks, and forget it."""
         called, self._called = list(self._called), {}
         if len(self._ranks) > 1:
             kept_by = (Replicas(self._ranks, "equal"),)
             for name in called:
-                yield Named("module", name, torch.zeros(1)), kept_by
+                yield Named("module", name, torch.zeros(1), kept_by)
 
     def _note_forward(self, name: str, module: nn.Module) -> None:
         ref = weakref.ref(self)

@@ -7,14 +7,13 @@ their gradients and their optimizer states, each with ``Replicas((0, 1), "equal"
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from commlens.model.numbers import Measure, NanEvent, OpLog, TensorTable
 from commlens.numbers.measuring import Named, Unread, reason_to_skip
-from commlens.numbers.outputs import Output
 from commlens.numbers.replicas import (
     Model,
     Replicas,
@@ -31,13 +30,6 @@ _HYPERPARAMETERS = ("lr", "momentum", "weight_decay", "eps", "alpha", "dampening
 _WATCHED_FOR_NAN = ("parameter", "optimizer-state")
 
 
-class CheckedTensor(NamedTuple):
-    """A tensor of this rank, and the sets of ranks that hold it, too."""
-
-    named: Named
-    kept_by: tuple[Replicas, ...]
-
-
 class Inspection:
     """The tensors of one check, which are being measured.
 
@@ -50,18 +42,16 @@ class Inspection:
 
     def __init__(
         self,
-        tensors: Iterable[CheckedTensor] = (),
+        tensors: Iterable[Named] = (),
         *,
         nans: bool = True,
         first_nan: NanEvent | None = None,
-        outputs: Sequence[Output] = (),
+        outputs: Iterable[Unread] = (),
     ) -> None:
         self.first_nan = first_nan
         self._nans = nans
-        measured = [each for each in tensors if reason_to_skip(each.named.tensor) is None]
-        self._kept_by = [each.kept_by for each in measured]
-        self._unread = Unread([each.named for each in measured])
-        self._outputs = outputs
+        measured = [each for each in tensors if reason_to_skip(each.tensor) is None]
+        self._unread = [Unread(measured), *outputs]
         self.ops: OpLog | None = None  # of a check of every op
 
     def read(self) -> tuple[list[TensorTable], list[Measure]]:
@@ -70,13 +60,12 @@ class Inspection:
         """
         tables: dict[Replicas, list[Measure]] = {}
         nans = []
-        for measure, kept_by in zip(self._unread.read(), self._kept_by, strict=True):
-            if self._nans and measure.nans and measure.kind in _WATCHED_FOR_NAN:
-                nans.append(measure)
-            for replicas in kept_by:
-                tables.setdefault(replicas, []).append(measure)
-        for output in self._outputs:
-            tables.setdefault(output.kept_by, []).extend(output.unread.read())
+        for unread in self._unread:
+            for measure, kept_by in zip(unread.read(), unread.kept_by, strict=True):
+                if self._nans and measure.nans and measure.kind in _WATCHED_FOR_NAN:
+                    nans.append(measure)
+                for replicas in kept_by:
+                    tables.setdefault(replicas, []).append(measure)
         return [
             TensorTable(replicas.ranks, replicas.relation, tuple(measures))
             for replicas, measures in tables.items()
@@ -89,7 +78,7 @@ def tensors_to_check(
     *,
     only: Collection[int] | None = None,
     buffers: bool = True,
-) -> Iterator[CheckedTensor]:
+) -> Iterator[Named]:
     """Yield the tensors of a check.
 
     Args:
@@ -104,15 +93,15 @@ def tensors_to_check(
         if only is not None and id(parameter) not in only and not is_frozen:
             continue
         kept_by_all.update(place.kept_by)
-        yield CheckedTensor(Named("parameter", place.name, local_part(parameter)), place.kept_by)
+        yield Named("parameter", place.name, local_part(parameter), place.kept_by)
         if parameter.grad is not None:
-            gradient = Named("gradient", place.name, local_part(parameter.grad))
-            yield CheckedTensor(gradient, _kept_like(parameter, parameter.grad, place))
+            kept_by = _kept_like(parameter, parameter.grad, place)
+            yield Named("gradient", place.name, local_part(parameter.grad), kept_by)
         if optimizer is not None:
             yield from _states(optimizer, place, parameter)
     if buffers:
         for name, buffer, kept_by in model.buffers():
-            yield CheckedTensor(Named("buffer", name, local_part(buffer)), kept_by)
+            yield Named("buffer", name, local_part(buffer), kept_by)
     if optimizer is not None:
         yield from _hyperparameters(optimizer, model)
     if any(hasattr(parameter, "placements") for _, parameter in model.parameters()):
@@ -130,17 +119,20 @@ def _kept_like(parameter: Any, other: Any, place: TensorPlace) -> tuple[Replicas
     )
 
 
-def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[CheckedTensor]:
+def _states(optimizer: Any, place: TensorPlace, parameter: Any) -> Iterator[Named]:
     state = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
     for name, value in sorted((state or {}).items(), key=lambda item: str(item[0])):
         if isinstance(value, torch.Tensor):
-            yield CheckedTensor(
-                Named("optimizer-state", f"{name} of {place.name}", local_part(value), place.name),
+            yield Named(
+                "optimizer-state",
+                f"{name} of {place.name}",
+                local_part(value),
                 _kept_like(parameter, value, place),
+                place.name,
             )
 
 
-def _hyperparameters(optimizer: Any, model: Model) -> Iterator[CheckedTensor]:
+def _hyperparameters(optimizer: Any, model: Model) -> Iterator[Named]:
     for index, group in enumerate(optimizer.param_groups):
         # of the parameters, one that most ranks certainly train with the same settings
         kept_by = max(
@@ -156,9 +148,7 @@ def _hyperparameters(optimizer: Any, model: Model) -> Iterator[CheckedTensor]:
                 if isinstance(value, (int, float)) and not isinstance(value, bool) and kept_by:
                     title = f"{name}[{number}]" if isinstance(values, tuple) else name
                     tensor = torch.tensor(float(value), dtype=torch.float64)
-                    yield CheckedTensor(
-                        Named("hyperparameter", f"{title} of group {index}", tensor), kept_by
-                    )
+                    yield Named("hyperparameter", f"{title} of group {index}", tensor, kept_by)
 
 
 def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
@@ -170,7 +160,7 @@ def _set_up_alike(model: Model, parameter: Any) -> tuple[Replicas, ...]:
     return place.kept_by if place is not None else ()
 
 
-def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[CheckedTensor]:
+def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Named]:
     """Yield the state of the random number generator, which may explain why other tensors differ:
     with tensor parallel, ranks that hold the same tensors compute the same. It is compared on its
     own where tensor parallel ranks draw numbers in their forward passes: once they have had the
@@ -180,7 +170,7 @@ def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Che
     if not any(map(has_fsdp, model.alive())):
         state = torch.get_rng_state()
         kept_by = tuple(each for each in sorted(kept_by_all) if each.relation != "learned")
-        yield CheckedTensor(Named("rng", "the CPU's generator", state), kept_by)
+        yield Named("rng", "the CPU's generator", state, kept_by)
     for root in filter(draws_random_numbers, model.alive()):
         ranks = tensor_parallel_ranks(root)
         device = next(root.parameters()).device
@@ -193,5 +183,5 @@ def _generators(model: Model, kept_by_all: Collection[Replicas]) -> Iterator[Che
                 else torch.get_rng_state()
             )
             name = f"the generator of {device.type}" if on_device else "the CPU's generator"
-            yield CheckedTensor(Named("rng", name, state), (Replicas(ranks, "learned"),))
+            yield Named("rng", name, state, (Replicas(ranks, "learned"),))
             return

@@ -20,6 +20,7 @@ from commlens.numbers.batches import (
     elements_of,
     measure_together,
 )
+from commlens.numbers.replicas import Replicas
 from commlens.numbers.weights import MASK, ROW, column_weights, row_weights, signed
 
 _ROWS_AT_ONCE: Final = 128  # on an accelerator: 64 MiB of scratch memory
@@ -31,6 +32,7 @@ class Named(NamedTuple):
     kind: TensorKind
     name: str
     tensor: torch.Tensor
+    kept_by: tuple[Replicas, ...] = ()  # the sets of ranks that hold it, too
     parameter: str = ""  # of an optimizer's state: the name of the parameter that it belongs to
     source: str = ""  # of a collective's output: file name and line number of the call
 
@@ -40,6 +42,7 @@ class Unread:
 
     def __init__(self, named: Sequence[Named]) -> None:
         """Begin to measure. The tensors may change as soon as this returns."""
+        self.kept_by = [each.kept_by for each in named]
         self._about = [
             (
                 each.kind,

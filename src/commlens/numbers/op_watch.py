@@ -34,8 +34,8 @@ from commlens.model.grouping import grouped
 from commlens.model.numbers import CheckId, OpLog, OpPlace, OpRun
 from commlens.numbers.comparison import EVERY_OP
 from commlens.numbers.exchange import Exchange
-from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
-from commlens.numbers.measuring import hash_without_nan, reason_to_skip
+from commlens.numbers.inspection import Inspection, tensors_to_check
+from commlens.numbers.measuring import Named, hash_without_nan, reason_to_skip
 from commlens.numbers.model_inputs import is_training
 from commlens.numbers.replicas import Model, find_roots, module_names
 from commlens.tap.running_frames import user_line
@@ -104,11 +104,11 @@ class _OpFacts:
 class _KnownTensors:
     """The named tensors of a step. Each has a number."""
 
-    def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
+    def __init__(self, tensors: Iterable[Named]) -> None:
         self.by_number = [
-            each.named
+            each
             for each in tensors
-            if reason_to_skip(each.named.tensor) is None and each.named.tensor.is_contiguous()
+            if reason_to_skip(each.tensor) is None and each.tensor.is_contiguous()
         ]
         self._by_storage = grouped(
             (_storage(each.tensor), number) for number, each in enumerate(self.by_number)
@@ -134,7 +134,7 @@ class _KnownTensors:
 class _RecordedStep:
     """The ops of a step, as far as it has run."""
 
-    def __init__(self, tensors: Iterable[CheckedTensor]) -> None:
+    def __init__(self, tensors: Iterable[Named]) -> None:
         self.runs: list[_Run] = []
         self._hashes: list[torch.Tensor] = []
         self._forward_places: dict[int, tuple[Any, str]] = {}  # by the number of a backward node
@@ -261,7 +261,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         register_module_forward_hook(self._leave, always_call=True)
         self.__enter__()
 
-    def start(self, tensors: Iterable[CheckedTensor]) -> None:
+    def start(self, tensors: Iterable[Named]) -> None:
         """Begin a step, in which these tensors are known by name."""
         self._step, self.too_many = None, False
         self._step = _RecordedStep(tensors) if self.error is None else None
@@ -396,13 +396,13 @@ class OpChecks:
         """Record the ops from now on."""
         self._models = models
         states = list(optimizers) or [None]
-        tensors: list[CheckedTensor] = []
+        tensors: list[Named] = []
         for model in models:
             for optimizer in states:
                 is_first = optimizer is states[0]
                 some = tensors_to_check(model, optimizer, buffers=is_first)
                 kinds = _NAMED if is_first else ("optimizer-state",)
-                tensors += [each for each in some if each.named.kind in kinds]
+                tensors += [each for each in some if each.kind in kinds]
         self._before = Inspection(tensors, nans=False)
         self._watch.start(tensors)
 

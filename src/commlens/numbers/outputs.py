@@ -30,13 +30,6 @@ _IN_PLACE: Final = frozenset({"allreduce_", "broadcast_"})
 _ENGINE: Final = "torch/autograd/graph.py"
 
 
-class Output(NamedTuple):
-    """The measures of a collective's outputs, and the ranks that have the same outputs."""
-
-    unread: Unread
-    kept_by: Replicas
-
-
 class _Pending(NamedTuple):
     """A collective that is under way."""
 
@@ -57,7 +50,7 @@ class OutputWatch(tap.WaitSubscriber):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self._outputs: list[Output] = []
+        self._outputs: list[Unread] = []
         self._counts: dict[str, int] = {}  # collectives of this step, by group
         self._works: dict[Any, _Pending] = {}  # keeps the outputs alive until they are waited for
         self._by_address: dict[int, Any] = {}  # Work, by the address of an output
@@ -82,7 +75,7 @@ class OutputWatch(tap.WaitSubscriber):
         self._works.clear()
         self._by_address.clear()
 
-    def take(self) -> list[Output]:
+    def take(self) -> list[Unread]:
         """Return the outputs measured in this step."""
         outputs = self._outputs
         self._forget()
@@ -188,11 +181,12 @@ class OutputWatch(tap.WaitSubscriber):
             f"{pending.name}, tensor {number}" if len(pending.tensors) > 1 else pending.name
             for number in range(len(pending.tensors))
         ]
+        kept_by = (Replicas(pending.ranks, "output"),)
         named = [
-            Named("collective-output", name, tensor, source=pending.source)
+            Named("collective-output", name, tensor, kept_by, source=pending.source)
             for name, tensor in zip(names, pending.tensors, strict=True)
         ]
-        self._outputs.append(Output(Unread(named), Replicas(pending.ranks, "output")))
+        self._outputs.append(Unread(named))
 
     def _fail(self, error: Exception) -> None:
         self.error = self.error or error

@@ -28,11 +28,11 @@ from commlens.numbers.checks import exchange_of
 from commlens.numbers.comparison import BATCH, NAN, OPTIMIZER
 from commlens.numbers.exchange import Exchange, log_stop
 from commlens.numbers.fsdp_modules import FsdpModules
-from commlens.numbers.inspection import CheckedTensor, Inspection, tensors_to_check
-from commlens.numbers.measuring import Named, reason_to_skip, versions
+from commlens.numbers.inspection import Inspection, tensors_to_check
+from commlens.numbers.measuring import Named, Unread, reason_to_skip, versions
 from commlens.numbers.nan_watch import NanWatch, has_nan_parameter
 from commlens.numbers.op_watch import OpChecks
-from commlens.numbers.outputs import Output, OutputWatch
+from commlens.numbers.outputs import OutputWatch
 from commlens.numbers.replicas import Model, Replicas, everyone, find_roots
 from commlens.tap.cuda_graphs import is_capturing
 
@@ -108,7 +108,7 @@ class TensorSampler:
         batch = [each for each in leaves if reason_to_skip(each) is None]
         if any(tensor.numel() > 1 for tensor in batch):
             tensors = [
-                CheckedTensor(Named("batch", f"input {number}", tensor), kept_by)
+                Named("batch", f"input {number}", tensor, kept_by)
                 for number, tensor in enumerate(batch)
             ]
             exchange.send(CheckId(BATCH, step), Inspection(tensors))
@@ -141,7 +141,7 @@ class TensorSampler:
             parameters = _parameters(optimizer)
             if not self._is_due(followed.steps) and followed.versions == versions(parameters):
                 tensors, names = self._tensors_and_names(followed, optimizer, parameters)
-                last = [each for each in tensors if each.named.kind in _LEFT_BY_A_STEP]
+                last = [each for each in tensors if each.kind in _LEFT_BY_A_STEP]
                 exchange.send(self._check(followed, names), Inspection(last, nans=False))
 
     def stop(self) -> None:
@@ -164,7 +164,7 @@ class TensorSampler:
         followed.steps += 1
         parameters = _parameters(optimizer)
         followed.versions = versions(parameters)
-        outputs: list[Output] = []
+        outputs: list[Unread] = []
         if followed.number == 1:
             outputs = self._begin_step(followed.steps + 1)
             self._steps = followed.steps
@@ -179,7 +179,7 @@ class TensorSampler:
         inspection = Inspection(tensors, nans=not self.plan.nan, outputs=outputs)
         exchange.send(self._check(followed, names), inspection)
 
-    def _begin_step(self, step: int) -> list[Output]:
+    def _begin_step(self, step: int) -> list[Unread]:
         """Begin a step of the first optimizer. Return the outputs of the step that has ended."""
         outputs = self._outputs.take()
         if self._is_due(step) and not self.off:
@@ -205,9 +205,9 @@ class TensorSampler:
 
     def _tensors_and_names(
         self, followed: FollowedOptimizer, optimizer: Any, parameters: Sequence[Any]
-    ) -> tuple[list[CheckedTensor], list[str]]:
+    ) -> tuple[list[Named], list[str]]:
         """Return what to compare of an optimizer and its models, and the parameters' names."""
-        tensors: list[CheckedTensor] = []
+        tensors: list[Named] = []
         names: list[str] = []
         only = set(map(id, parameters))
         for model in self._models_of(followed, parameters):
@@ -215,7 +215,7 @@ class TensorSampler:
             names += [model.places[each].name for each in only if each in model.places]
             tensors += tensors_to_check(model, optimizer, only=only, buffers=is_first)
             if is_first:
-                tensors += [CheckedTensor(*each) for each in self._fsdp[model].take()]
+                tensors += self._fsdp[model].take()
         return tensors, names
 
     def _models_of(self, followed: FollowedOptimizer, parameters: Sequence[Any]) -> list[Model]:

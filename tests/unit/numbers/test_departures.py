@@ -14,7 +14,7 @@ def difference(
     tensor: torch.Tensor, other: torch.Tensor, name: str = "a", parameter: str = ""
 ) -> Difference:
     """Two ranks have a tensor differently."""
-    named = [Named("parameter", name, each, parameter) for each in (tensor, other)]
+    named = [Named("parameter", name, each, parameter=parameter) for each in (tensor, other)]
     one, two = Unread(named).read()
     return Difference(("parameter", name), [{0: one}, {1: two}], learned=False)
 

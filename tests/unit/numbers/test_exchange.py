@@ -14,7 +14,7 @@ import torch
 from commlens.model.numbers import CheckId
 from commlens.model.verdict import Verdict
 from commlens.numbers.exchange import Collector, Exchange
-from commlens.numbers.inspection import CheckedTensor, Inspection
+from commlens.numbers.inspection import Inspection
 from commlens.numbers.measuring import Named
 from commlens.numbers.meeting import SharedMemory
 from commlens.numbers.replicas import Replicas
@@ -42,10 +42,9 @@ class Ranks:
 
     def send(self, check: CheckId, values: dict[int, float]) -> None:
         for rank, value in values.items():
-            tensor = Named("parameter", "weight", torch.full((4,), value))
-            self.of[rank].send(
-                check, Inspection([CheckedTensor(tensor, (Replicas((0, 1, 2), "equal"),))])
-            )
+            kept_by = (Replicas((0, 1, 2), "equal"),)
+            tensor = Named("parameter", "weight", torch.full((4,), value), kept_by)
+            self.of[rank].send(check, Inspection([tensor]))
 
     def close(self, ranks: Sequence[int]) -> float:
         """Leave, at the same time. Return how long rank 0, or the first, took."""
@@ -88,8 +87,9 @@ def test_a_report_that_comes_after_the_last_one_of_its_rank_counts(tmp_path: Pat
     waiting: list[bytes] = []
     for rank in range(2):
         exchange = Exchange(SharedMemory(tmp_path, rank), rank, [2], lambda _: None, World())
-        tensor = Named("parameter", "weight", torch.full((4,), float(rank)))
-        exchange.send(STEP_30, Inspection([CheckedTensor(tensor, (Replicas((0, 1), "equal"),))]))
+        kept_by = (Replicas((0, 1), "equal"),)
+        tensor = Named("parameter", "weight", torch.full((4,), float(rank)), kept_by)
+        exchange.send(STEP_30, Inspection([tensor]))
         exchange.close()
     verdicts: list[Verdict] = []
     collector = Collector(Overtaken(tmp_path, 0), range(2), verdicts.append)

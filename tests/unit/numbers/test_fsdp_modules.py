@@ -27,7 +27,7 @@ def sharded() -> nn.Sequential:
 
 
 def names(modules: FsdpModules) -> list[str]:
-    return [named.name for named, _ in modules.take()]
+    return [named.name for named in modules.take()]
 
 
 @fsdp2_on_a_cpu
@@ -47,7 +47,7 @@ def test_all_ranks_of_the_mesh_must_run_them_alike() -> None:
     model = sharded()
     modules = FsdpModules(Model([model]))
     model(torch.ones(1, 4))
-    assert {kept_by for _, kept_by in modules.take()} == {(((0, 1), "equal"),)}
+    assert {each.kept_by for each in modules.take()} == {(((0, 1), "equal"),)}
 
 
 def test_a_model_without_fsdp_is_left_alone() -> None:
