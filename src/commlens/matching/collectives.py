@@ -336,28 +336,16 @@ def compare_splits(
         return _refused(by_rank, refused)
     sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
     receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
-    broken = _mismatched_pairs(sends, receives, position)
-    if broken:
-        return _broken(by_rank, broken)
-    return Unknown(("splits",)) if None in (*sends.values(), *receives.values()) else None
-
-
-_Parts = Mapping[int, list[int] | None]
-"""By rank, the elements for each rank of the group; None if unknown."""
-
-
-def _mismatched_pairs(
-    sends: _Parts, receives: _Parts, position: Mapping[int, int]
-) -> list[tuple[int, int, int, int]]:
-    """Return senders and receivers with the numbers of elements that these send and expect, where
-    both are known and differ.
-    """
-    return [
+    # senders and receivers, with the different numbers of elements that these send and expect
+    broken = [
         (sender, receiver, parts[position[receiver]], expected[position[sender]])
         for sender, parts in sends.items()
         for receiver, expected in receives.items()
         if parts and expected and parts[position[receiver]] != expected[position[sender]]
     ]
+    if broken:
+        return _broken(by_rank, broken)
+    return Unknown(("splits",)) if None in (*sends.values(), *receives.values()) else None
 
 
 def _refused(by_rank: Mapping[int, CollectiveArgs], refused: tuple[int, ...]) -> Disagree:
@@ -405,9 +393,14 @@ def _broken(
 
 
 def _show_all(by_rank: Mapping[int, CollectiveArgs], ranks: Sequence[int]) -> str:
-    """Return the argument that all these ranks pass, if it is the same."""
-    shown = {_show(by_rank[rank]) for rank in ranks}
-    return shown.pop() if len(shown) == 1 else "different splits"
+    """Return the input and the splits that all these ranks pass, if they are the same."""
+    passed = {
+        (tensors_phrase(by_rank[rank].inputs), tuple(by_rank[rank].input_splits)) for rank in ranks
+    }
+    if len(passed) != 1:
+        return "different splits"
+    ((tensors, splits),) = passed
+    return f"{tensors} with {f'splits {list(splits)}' if splits else 'even splits'}"
 
 
 def compare_totals(
@@ -481,11 +474,3 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
     if len(splits) != size or rows == 0:
         return [0] * size if len(splits) == size and not any(splits) else None
     return [elements // rows * split for split in splits]
-
-
-def _show(args: CollectiveArgs) -> str:
-    """Return a rank's input and splits in words."""
-    text = tensors_phrase(args.inputs)
-    return (
-        f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"
-    )
