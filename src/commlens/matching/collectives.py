@@ -336,16 +336,26 @@ def compare_splits(
         return _refused(by_rank, refused)
     sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
     receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
-    # senders and receivers, with the different numbers of elements that these send and expect
-    broken = [
+    broken = _mismatched_pairs(sends, receives, position)
+    if broken:
+        return _broken(by_rank, broken)
+    return Unknown(("splits",)) if None in (*sends.values(), *receives.values()) else None
+
+
+def _mismatched_pairs(
+    sends: Mapping[int, list[int] | None],
+    receives: Mapping[int, list[int] | None],
+    position: Mapping[int, int],
+) -> list[tuple[int, int, int, int]]:
+    """Return senders and receivers with the numbers of elements that these send and expect, where
+    both are known and differ.
+    """
+    return [
         (sender, receiver, parts[position[receiver]], expected[position[sender]])
         for sender, parts in sends.items()
         for receiver, expected in receives.items()
         if parts and expected and parts[position[receiver]] != expected[position[sender]]
     ]
-    if broken:
-        return _broken(by_rank, broken)
-    return Unknown(("splits",)) if None in (*sends.values(), *receives.values()) else None
 
 
 def _refused(by_rank: Mapping[int, CollectiveArgs], refused: tuple[int, ...]) -> Disagree:

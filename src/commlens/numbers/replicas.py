@@ -109,6 +109,7 @@ class Model:
         self._roots = [weakref.ref(root) for root in roots]
         self._group = group
         self.first_of: Any = None  # the optimizer whose checks include the buffers
+        self.fsdp: Any = None  # the order of its modules, in these checks
         self.places: dict[int, TensorPlace] = {}  # by the id of a parameter
         self._find_places()
 

@@ -86,7 +86,6 @@ class TensorSampler:
         self._step_of_inputs = 0  # whose inputs were compared last
         self._outputs = OutputWatch()
         self._models: list[Model] = []
-        self._fsdp: weakref.WeakKeyDictionary[Model, FsdpModules] = weakref.WeakKeyDictionary()
         self._searches = 0  # for models
         self._warned_of_copies = False
 
@@ -174,8 +173,17 @@ class TensorSampler:
         if exchange is None:
             return
         tensors, names = self._tensors_and_names(followed, optimizer, parameters)
-        if not names:
-            self._tell_of_copies(followed)
+        if not names and not self._warned_of_copies:
+            self._warned_of_copies = True
+            if dist.get_rank() == 0:
+                log.warning(
+                    "commlens: %s %d trains tensors that belong to no module, as Megatron's"
+                    " optimizers for mixed precision train copies of the parameters: the"
+                    " parameters, gradients and states of this optimizer are not compared."
+                    " commlens.check_numbers(model) compares those of the model.",
+                    OPTIMIZER,
+                    followed.number,
+                )
         inspection = Inspection(tensors, nans=not self.plan.nan, outputs=outputs)
         exchange.send(self._check(followed, names), inspection)
 
@@ -215,7 +223,7 @@ class TensorSampler:
             names += [model.places[each].name for each in only if each in model.places]
             tensors += tensors_to_check(model, optimizer, only=only, buffers=is_first)
             if is_first:
-                tensors += self._fsdp[model].take()
+                tensors += model.fsdp.take()
         return tensors, names
 
     def _models_of(self, followed: FollowedOptimizer, parameters: Sequence[Any]) -> list[Model]:
@@ -227,7 +235,7 @@ class TensorSampler:
             model = Model(find_roots(parameters))
             model.first_of = followed
             self._models.append(model)
-            self._fsdp[model] = FsdpModules(model)
+            model.fsdp = FsdpModules(model)
             known = [model]
         return known
 
@@ -238,19 +246,6 @@ class TensorSampler:
             self.plan.tolerance,
             tensors=hashlib.blake2b(repr(sorted(names)).encode(), digest_size=8).hexdigest(),
         )
-
-    def _tell_of_copies(self, followed: FollowedOptimizer) -> None:
-        """Log once, on rank 0, that an optimizer trains other tensors than those of the model."""
-        if not self._warned_of_copies and dist.get_rank() == 0:
-            log.warning(
-                "commlens: %s %d trains tensors that belong to no module, as Megatron's optimizers"
-                " for mixed precision train copies of the parameters: the parameters, gradients and"
-                " states of this optimizer are not compared. commlens.check_numbers(model) compares"
-                " those of the model.",
-                OPTIMIZER,
-                followed.number,
-            )
-        self._warned_of_copies = True
 
     def _exchange(self) -> Exchange | None:
         """Return the exchange of all ranks; None if there is no rank to compare with. Switch the

@@ -15,12 +15,10 @@ from typing import Any
 from commlens.verification.arguments import describe, pack
 from commlens.verification.operation import next_call, verifier_of
 
-_MODULE = "accelerate.utils.operations"
-
 
 def replace_check() -> None:
     """Replace Accelerate's check from now on, if Accelerate has been imported."""
-    operations = sys.modules.get(_MODULE)
+    operations = sys.modules.get("accelerate.utils.operations")
     original = getattr(operations, "gather_object", None)
     if operations is None or original is None or hasattr(original, "__commlens__"):
         return

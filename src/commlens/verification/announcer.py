@@ -31,7 +31,6 @@ from commlens.verification.waiting import may_complete_early, needed_at_issue, n
 
 log = logging.getLogger("commlens")
 
-_MASK = (1 << 64) - 1
 _KEPT = 10_000  # signatures, and blobs
 # fields that a signature covers; the reduce op's code is added
 _COMPARED = ("op", "in", "out", "root", "is", "os")
@@ -203,7 +202,7 @@ class Announcer:
                 args,
                 B.key_of(*(args.content[field] for field in _COMPARED)),
             )
-        return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
+        return (known[1] + code * 0x9E3779B97F4A7C15) % (1 << 64)
 
     def channel(self, args: InternedArgs) -> VerifiedChannel | None:
         """Return the channel to announce on; None if the peers are unknown: for a group that was
@@ -233,10 +232,6 @@ class Announcer:
             found = self._channels[identity] = self._new_channel(channel, args, identity)
             self.has_announced = True
         return found
-
-    def channel_of(self, key: int) -> VerifiedChannel | None:
-        """Return the channel with a key, if this rank has used it."""
-        return next((channel for channel in self.channels() if channel.key == key), None)
 
     def channels(self) -> list[VerifiedChannel]:
         """Return the channels that this rank has used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, NewType
 
 from commlens.tap.groups import LiveGroup
@@ -19,42 +20,21 @@ def board_code(reduce_op: int | None) -> BoardCode:
     return BoardCode(0 if reduce_op is None else reduce_op + 1)
 
 
+@dataclass(slots=True, eq=False)
 class VerifiedChannel:
     """A channel of this rank, or the messages of one tag from one rank to another."""
 
-    __slots__ = (
-        "family",
-        "group",
-        "key",
-        "members",
-        "native",
-        "peers",
-        "refusals_seen",
-        "rooted_patience_ns",
-        "round",
-        "slot",
-    )
-
-    def __init__(
-        self,
-        group: LiveGroup,
-        key: int,
-        slot: int,
-        members: tuple[int, ...],
-        peers: list[int],
-        family: int = 0,
-    ) -> None:
-        self.group = group
-        self.key = key
-        self.slot = slot  # on this rank's own board; 0 if it has none left
-        self.members = members  # global ranks
-        self.peers = peers  # members whose boards can be read here
-        self.family = family  # of messages: the key of all tags in this direction
-        self.native: Any = None  # the same channel in C++, until the peers change
-        self.rooted_patience_ns = ROOTED_PATIENCE_NS
-        # number of refusals that all members raised: a retry must not match the first attempt
-        self.round = 0
-        self.refusals_seen = 0
+    group: LiveGroup
+    key: int
+    slot: int  # on this rank's own board; 0 if it has none left
+    members: tuple[int, ...]  # global ranks
+    peers: list[int]  # members whose boards can be read here
+    family: int = 0  # of messages: the key of all tags in this direction
+    native: Any = None  # the same channel in C++, until the peers change
+    rooted_patience_ns: int = ROOTED_PATIENCE_NS
+    # number of refusals that all members raised: a retry must not match the first attempt
+    round: int = 0
+    refusals_seen: int = 0
 
 
 class BoardArgs:

@@ -115,7 +115,7 @@ class Comparison:
         """Return this rank's own row: its arguments, with the call site and the name from its
         board.
         """
-        blob = self._peers.own().announced_blob(pending.channel.key, pending.number) or {}
+        blob = self._peers.own.announced_blob(pending.channel.key, pending.number) or {}
         return table_row(
             self._peers.rank,
             {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")},

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from commlens.boards import board as B
-from commlens.verification.messages import CycleStep, group_name
+from commlens.model.refusal import RefusedWait
+from commlens.verification.messages import group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
@@ -87,19 +88,19 @@ class Cycles:
                 return self.held_up(ranks | {rank}, longer_than_ns)
         return ranks
 
-    def describe(self, wait: BoardWait) -> CycleStep:
-        """Return a wait as a refusal shows it."""
+    def describe(self, wait: BoardWait) -> tuple[RefusedWait, str]:
+        """Return a wait as a refusal shows it, and its op; "" if that is unknown."""
         board = self._peers[wait.rank]
         blob = board.announced_blob(wait.key, wait.number) or {}
         group = group_name((board.channel(wait.key) or {}).get("group"))
         number = wait.number & B.NUMBER_MASK
-        return CycleStep(
+        refused = RefusedWait(
             wait.rank,
             f"{blob.get('op', 'a collective')} #{number} of {group}",
+            tuple(sorted(self.absent_from(wait.key, wait.number))),
             str(blob.get("where", "")),
-            sorted(self.absent_from(wait.key, wait.number)),
-            str(blob.get("op", "")),
         )
+        return refused, str(blob.get("op", ""))
 
     def _canonical(self, cycle: list[BoardWait]) -> list[BoardWait]:
         """Return the cycle in the form that every rank in it finds.

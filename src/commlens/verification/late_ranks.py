@@ -160,7 +160,7 @@ class LateRanks:
         not, if any. Its number counts within a round, which the upper bits give: a rank that is
         still in an earlier round has announced none of this one.
         """
-        own = self._peers.own()
+        own = self._peers.own
         last = own.last_number(channel.slot)
         behind: dict[int, int] = {}  # rank: the next number that it has not announced
         for rank in channel.peers:
@@ -210,7 +210,8 @@ class LateRanks:
             self._comparison.compare(pending)
             self._refuse_if_tags_differ(pending, waited_ns)
             concerned = {member for wait in cycle for member in self._peers.members(wait.key)}
-            refused = messages.cycle([self._cycles.describe(wait) for wait in cycle])
+            waits, ops = zip(*map(self._cycles.describe, cycle), strict=True)
+            refused = messages.cycle(waits, set(ops))
             about = cycle[0].key, cycle[0].number  # the same on every rank of the cycle
             self._refusals.post(pending, refused, about=about, ranks=concerned)
 
@@ -262,7 +263,7 @@ class LateRanks:
         )
         rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
         where = self._whereabouts(late)
-        behind = [cycles.describe(wait) for wait in (own, *chain[:-1])]
+        behind = [cycles.describe(wait)[0] for wait in (own, *chain[:-1])]
         refused = messages.absence("missing", subject, rows, where, waited_ns / 1e9, behind)
         members = cycles.held_up(
             {rank for wait in (own, *chain) for rank in self._peers.members(wait.key)},
@@ -295,7 +296,7 @@ class LateRanks:
         """Yield the peer's first message of each other tag that this rank has not matched: its
         channel's key, its number and its arguments.
         """
-        board, own = self._peers[rank], self._peers.own()
+        board, own = self._peers[rank], self._peers.own
         for key, description in board.channels():
             if description.get("family") != pending.channel.family or key == pending.channel.key:
                 continue

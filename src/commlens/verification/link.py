@@ -32,96 +32,99 @@ _START_S: Final = 5.0  # the time that a relay takes to start, on a busy machine
 _LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
-class Link:
-    """A rank's part in linking its node to the others."""
+def link_nodes(folder: Path, rank: int, log_of_node: RefusalLog) -> bool:
+    """Wait until the boards of all ranks of the job can be read on this node, for about ten
+    seconds at most.
 
-    def __init__(self, folder: Path, rank: int, log_of_node: RefusalLog) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._log = log_of_node
+    Args:
+        folder: the job's folder of black boxes.
+        rank: this rank.
+        log_of_node: the refusals of this node, which show the state of the link.
 
-    def establish(self) -> bool:
-        """Wait until the boards of all ranks of the job can be read on this node, for about ten
-        seconds at most.
+    Returns:
+        False if all ranks are on this node.
+    """
+    import torch.distributed as dist
 
-        Returns:
-            False if all ranks are on this node.
-        """
-        import torch.distributed as dist
+    world_size = dist.get_world_size()
+    # the recorded ranks of this node that are alive, this one included
+    here = {
+        rank,
+        *(
+            job_dirs.box_rank(box)
+            for box in job_dirs.boxes(folder)
+            if job_dirs.has_ended(box) is False
+        ),
+    }
+    if world_size in (len(here), launchers.number(os.environ, [launchers.LOCAL_WORLD_SIZE])):
+        return False
+    if rank == min(here):
+        _start_relay(folder, rank, log_of_node, world_size)
+    until = time.monotonic() + PATIENCE_S + _START_S
+    while log_of_node.link == refusal_log.CONNECTING and time.monotonic() < until:
+        time.sleep(_NAP_S)
+    return True
 
-        world_size = dist.get_world_size()
-        # the recorded ranks of this node that are alive, this one included
-        here = {
-            self._rank,
-            *(
-                job_dirs.box_rank(box)
-                for box in job_dirs.boxes(self._folder)
-                if job_dirs.has_ended(box) is False
-            ),
-        }
-        if world_size in (len(here), launchers.number(os.environ, [launchers.LOCAL_WORLD_SIZE])):
-            return False
-        if self._rank == min(here):
-            self._start_relay(world_size)
-        until = time.monotonic() + PATIENCE_S + _START_S
-        while self._log.link == refusal_log.CONNECTING and time.monotonic() < until:
-            time.sleep(_NAP_S)
-        return True
 
-    def _start_relay(self, world_size: int) -> None:
-        """Start the relay, and a thread that exchanges the address of rank 0's relay."""
-        from torch.distributed import distributed_c10d
+def _start_relay(folder: Path, rank: int, log_of_node: RefusalLog, world_size: int) -> None:
+    """Start the relay, and a thread that exchanges the address of rank 0's relay."""
+    from torch.distributed import distributed_c10d
 
-        store = distributed_c10d._get_default_store()
-        host = _store_host(store)
-        address = _local_address(host) if self._rank == 0 else ""
-        # On this machine, its own name may resolve to a loopback address, while other nodes reach
-        # it by that name.
-        listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
-        environ = helper_process.environment(os.environ)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # It runs in the job's folder, because the working directory may be gone, or hold
-            # modules with the names of Python's own.
-            helper_process.start(
-                "commlens.verification.relay",
-                str(self._folder.absolute()),
-                str(world_size),
-                listen_at,
-                str(theirs.fileno()),
-                environ={**environ, "PYTHONPATH": helper_process.python_path()},
-                cwd=self._folder,
-                pass_fds=(theirs.fileno(),),
-            )
-        # A thread, because a store that does not answer must not hold up the program.
-        threading.Thread(
-            target=self._exchange_address,
-            args=(store, host, address, ours),
-            name="commlens-link",
-            daemon=True,
-        ).start()
+    store = distributed_c10d._get_default_store()
+    host = _store_host(store)
+    address = _local_address(host) if rank == 0 else ""
+    # On this machine, its own name may resolve to a loopback address, while other nodes reach
+    # it by that name.
+    listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # It runs in the job's folder, because the working directory may be gone, or hold
+        # modules with the names of Python's own.
+        helper_process.start(
+            "commlens.verification.relay",
+            str(folder.absolute()),
+            str(world_size),
+            listen_at,
+            str(theirs.fileno()),
+            environ={
+                **helper_process.environment(os.environ),
+                "PYTHONPATH": helper_process.python_path(),
+            },
+            cwd=folder,
+            pass_fds=(theirs.fileno(),),
+        )
+    # A thread, because a store that does not answer must not hold up the program.
+    threading.Thread(
+        target=_exchange_address,
+        args=(store, host, address, ours, log_of_node),
+        name="commlens-link",
+        daemon=True,
+    ).start()
 
-    def _exchange_address(self, store: Any, host: str, address: str, relay: socket.socket) -> None:
-        """Publish the address of rank 0's relay on its node; on the others, pass what is published
-        to this node's relay.
-        """
-        passed_on = b""
-        with contextlib.suppress(Exception), relay:
-            if address:
-                offer = json.loads(relay.makefile("rb").readline())
-                store.set(_KEY, json.dumps({**offer, "host": address}))
-                return
-            until = time.monotonic() + PATIENCE_S
-            while self._log.link == refusal_log.CONNECTING and time.monotonic() < until:
-                # The key may still hold the address of a relay of an earlier start of the job,
-                # which is gone, or refuses these ranks because it has them already. So we pass on
-                # later values, too.
-                if store.check([_KEY]) and (value := bytes(store.get(_KEY))) != passed_on:
-                    passed_on = value
-                    offer = json.loads(value)
-                    hosts = _reachable(offer["host"], host)
-                    relay.sendall(json.dumps({**offer, "hosts": hosts}).encode() + b"\n")
-                time.sleep(_STORE_PERIOD_S)
+
+def _exchange_address(
+    store: Any, host: str, address: str, relay: socket.socket, log_of_node: RefusalLog
+) -> None:
+    """Publish the address of rank 0's relay on its node; on the others, pass what is published
+    to this node's relay.
+    """
+    passed_on = b""
+    with contextlib.suppress(Exception), relay:
+        if address:
+            offer = json.loads(relay.makefile("rb").readline())
+            store.set(_KEY, json.dumps({**offer, "host": address}))
+            return
+        until = time.monotonic() + PATIENCE_S
+        while log_of_node.link == refusal_log.CONNECTING and time.monotonic() < until:
+            # The key may still hold the address of a relay of an earlier start of the job,
+            # which is gone, or refuses these ranks because it has them already. So we pass on
+            # later values, too.
+            if store.check([_KEY]) and (value := bytes(store.get(_KEY))) != passed_on:
+                passed_on = value
+                offer = json.loads(value)
+                hosts = _reachable(offer["host"], host)
+                relay.sendall(json.dumps({**offer, "hosts": hosts}).encode() + b"\n")
+            time.sleep(_STORE_PERIOD_S)
 
 
 def _reachable(published: str, store_host: str) -> list[str]:

@@ -6,7 +6,7 @@ others name ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -49,7 +49,6 @@ _MISMATCHES = {
 }
 """Aspect -> the reason of a refusal, and the heading of its table."""
 
-_OTHER_OPS_HEADING = "Operations"
 _OTHER_OPS = "ranks issued different operations as the same collective of their group"
 _CYCLE = "ranks wait for each other, and none of them can continue"
 _LEAVES_SHOWN = 8
@@ -73,16 +72,6 @@ class Subject(msgspec.Struct, frozen=True):
     group: str | None  # its label, such as "dp"; empty: the default group; None: unknown
     ranks: Sequence[int]  # global
     number: int
-
-
-class CycleStep(msgspec.Struct, frozen=True):
-    """One rank of a cycle, and the ranks that it waits for."""
-
-    rank: int
-    collective: str  # "all_reduce #3 of the default group"
-    where: str
-    absent: Sequence[int]
-    op: str = ""  # "all_reduce"
 
 
 def group_name(label: str | None) -> str:
@@ -203,7 +192,7 @@ def absence(
     rows: Sequence[Row],
     absent: Mapping[int, str],
     waited_s: float,
-    behind: Sequence[CycleStep] = (),
+    behind: Sequence[RefusedWait] = (),
 ) -> WordedRefusal:
     """Return the refusal of a collective in which ranks do not arrive.
 
@@ -248,13 +237,14 @@ def no_such_peer(subject: Subject, row: Row) -> WordedRefusal:
     return _refused(refusal, f": {refusal.reason}", "Messages:", *table)
 
 
-def cycle(steps: Sequence[CycleStep]) -> WordedRefusal:
-    """Return the refusal of the collectives in which ranks wait for each other in a cycle."""
-    waits = (
-        RefusedWait(step.rank, step.collective, tuple(step.absent), step.where) for step in steps
-    )
+def cycle(waits: Sequence[RefusedWait], ops: Set[str]) -> WordedRefusal:
+    """Return the refusal of the collectives in which ranks wait for each other in a cycle.
+
+    Args:
+        waits: of the ranks, in the order of the cycle.
+        ops: in which they wait.
+    """
     refusal = Refusal("cycle", reason=_CYCLE, waits=tuple(waits))
-    ops = {step.op for step in steps}
     if ops == {"recv"}:
         advice = "Each receives before it sends: let one of them send first."
     elif ops == {"send"}:
@@ -269,13 +259,13 @@ def cycle(steps: Sequence[CycleStep]) -> WordedRefusal:
             "Each has not reached the collective of another: let all of them issue these in the"
             " same order, and leave none out."
         )
-    return _refused(refusal, f": {_CYCLE}", "Cycle:", *map(_wait_line, steps), "", advice)
+    return _refused(refusal, f": {_CYCLE}", "Cycle:", *map(_wait_line, waits), "", advice)
 
 
-def _wait_line(step: CycleStep) -> str:
+def _wait_line(wait: RefusedWait) -> str:
     return (
-        f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}  "
-        f" {step.where}".rstrip()
+        f"  - Rank {wait.rank}: waits in {wait.collective} for {ranks_phrase(wait.absent)}  "
+        f" {wait.where}".rstrip()
     )
 
 
@@ -306,7 +296,7 @@ def _place(subject: Subject, arrived: Sequence[CollectiveArgs]) -> str:
 
 
 def _heading(aspect: str) -> str:
-    return _MISMATCHES[aspect][1] if aspect in _MISMATCHES else _OTHER_OPS_HEADING
+    return _MISMATCHES[aspect][1] if aspect in _MISMATCHES else "Operations"
 
 
 def _call_rows(aspect: str, rows: Sequence[Row]) -> list[RefusedRow]:

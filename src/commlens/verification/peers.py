@@ -47,10 +47,9 @@ class Peers:
         self.rank = rank
         self.unverified: set[int] = set()
         self._folder = folder
-        self._own_path = own
+        self.own = PeerBoard(own)  # as peers read it
         self._counts_from = counts_from
         self._boards: dict[int, PeerBoard] = {}
-        self._own: PeerBoard | None = None
         self._own_start = job_dirs.start_ticks(os.getpid())
         self._questions = 0
         self._warned: set[int] = set()
@@ -119,7 +118,7 @@ class Peers:
 
     def known(self, rank: int) -> PeerBoard | None:
         """Return a rank's board, or this rank's own, if it has been opened."""
-        return self.own() if rank == self.rank else self._boards.get(rank)
+        return self.own if rank == self.rank else self._boards.get(rank)
 
     def ranks(self) -> set[int]:
         """Return the ranks whose boards have been opened."""
@@ -131,15 +130,9 @@ class Peers:
             raise KeyError(rank)
         return board
 
-    def own(self) -> PeerBoard:
-        """Return this rank's own board, as peers read it."""
-        if self._own is None:
-            self._own = PeerBoard(self._own_path)
-        return self._own
-
     def members(self, key: int) -> set[int]:
         """Return a channel's ranks, if any board describes the channel."""
-        for board in (self.own(), *self._boards.values()):
+        for board in (self.own, *self._boards.values()):
             description = board.channel(key)
             if description is not None:
                 return {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
@@ -147,8 +140,11 @@ class Peers:
 
     def elsewhere(self, ranks: Iterable[int]) -> list[int]:
         """Return those of these ranks that are on other, linked nodes."""
-        boards = [(rank, self._boards[rank]) for rank in ranks if rank in self._boards]
-        return [rank for rank, board in boards if board.word(B.REMOTE) == B.LINKED]
+        return [
+            rank
+            for rank in ranks
+            if rank in self._boards and self._boards[rank].word(B.REMOTE) == B.LINKED
+        ]
 
     def all_elsewhere(self) -> list[int]:
         """Return all ranks on other, linked nodes that have not ended."""

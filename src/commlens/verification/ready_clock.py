@@ -46,11 +46,11 @@ class ReadyClock:
         if passed_ns <= limit_ns or passed_ns > STARVED * limit_ns:
             return passed_ns > limit_ns
         self.watch(pids)
-        without_core_ns = max(map(self._without_core_ns, pids), default=0)
+        without_core_ns = 0
+        for pid in pids:
+            since_ns, before = self._waits[pid]
+            watched_ns = time.monotonic_ns() - since_ns
+            # the longest wait of one of its threads: a thread that waits for another sleeps
+            here_ns = process.longest_cpu_wait_ns(before, process.core_times(pid), watched_ns)
+            without_core_ns = max(without_core_ns, here_ns)
         return passed_ns - without_core_ns >= limit_ns
-
-    def _without_core_ns(self, pid: int) -> int:
-        """Return the longest wait of one of its threads: a thread that waits for another sleeps."""
-        since_ns, before = self._waits[pid]
-        watched_ns = time.monotonic_ns() - since_ns
-        return process.longest_cpu_wait_ns(before, process.core_times(pid), watched_ns)

@@ -7,10 +7,7 @@ program whose ranks agree, all of them choose the same without communicating.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from commlens.tap.token import Token
+from typing import Final
 
 EVERY: Final = 16
 """One in this many collectives of a channel is compared. A board keeps this many announcements of a
@@ -28,12 +25,18 @@ class CallSampler:
     def __init__(self) -> None:
         self._sites: set[tuple[int, int]] = set()
 
-    def skips(self, token: Token) -> bool:
-        """Return whether a collective is not compared."""
-        site = (id(token.args), token.stack)
+    def skips(self, args: object, stack: int, number: int) -> bool:
+        """Return whether a collective is not compared.
+
+        Args:
+            args: its arguments, one object for all collectives that have the same.
+            stack: position of the stack that issues it.
+            number: of the collective, in its channel.
+        """
+        site = (id(args), stack)
         if site not in self._sites:
             if len(self._sites) > _SITES:
                 self._sites.clear()
             self._sites.add(site)
             return False
-        return (token.tagged_number or token.number) % EVERY != 0
+        return number % EVERY != 0

@@ -59,13 +59,13 @@ from commlens.verification.channels import (
 )
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.late_ranks import LateRanks
-from commlens.verification.link import Link
+from commlens.verification.link import link_nodes
 from commlens.verification.messages import Subject, no_such_peer
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import ALL_RENDEZVOUS, Rendezvous
 from commlens.verification.sampling import EVERY, CallSampler
-from commlens.verification.waiting import Waiting
+from commlens.verification.waiting import Waiting, needed_at_wait
 
 log = logging.getLogger("commlens")
 
@@ -121,7 +121,7 @@ class Verifier:
                 job_dirs.start_ticks(os.getpid()),
             )
         # ranks of other nodes have counted from another moment on than this one, if it is late
-        self._link = None if late else Link(folder, rank, self._refusal_log)
+        self._may_link = not late
         self.exchange = (
             make_exchange(self._board.map, self._refusal_log.map, rank)
             if make_exchange is not None
@@ -168,8 +168,8 @@ class Verifier:
         """Begin to compare with the ranks on other nodes, once there is a default group. Waits for
         them for about ten seconds at most.
         """
-        link, self._link = self._link, None
-        if link is not None and not self._off and link.establish():
+        may_link, self._may_link = self._may_link and not self._off, False
+        if may_link and link_nodes(self._folder, self.rank, self._refusal_log):
             self._refusals.reach_other_nodes(
                 RefusalLog(self._folder, refusal_log.DRAFTS), self._peers.elsewhere
             )
@@ -209,7 +209,8 @@ class Verifier:
                 return
             self._catch_up()
             sampler = self._sampler_in_use
-            skipped = sampler is not None and sampler.skips(token)
+            number = token.tagged_number or token.number
+            skipped = sampler is not None and sampler.skips(args, token.stack, number)
             code = board_code(reduce_op_code(reduce_op))
             pending = self._announcer.announce(token, frame, code, ring=not skipped)
             if pending is None or skipped:
@@ -332,7 +333,8 @@ class Verifier:
             if pending is not None:
                 self._comparison.compare(pending)
                 if pending.absent:
-                    self._waiting.before_wait(pending)
+                    needed = needed_at_wait(pending.args, pending.absent, self.rank)
+                    self._waiting.wait(pending, needed)
 
     def before_planned_wait(
         self, args: InternedArgs, number: int, code: BoardCode, absent: list[int], index: int
@@ -409,8 +411,9 @@ class Verifier:
         about.
         """
         groups = []
+        channels = {channel.key: channel for channel in self._announcer.channels()}
         for posted in self._refusals.new():
-            channel = self._announcer.channel_of(posted.get("key", 0))
+            channel = channels.get(posted.get("key", 0))
             if channel is not None and any(_is_about(posted, channel, op) for op in in_flight):
                 groups.append(channel.group.ref())
         return [group for group in groups if group is not None]
@@ -473,8 +476,7 @@ class Verifier:
         All of them must find the same, so a link to another node, which may break, is not enough.
         """
         boards = (
-            self._peers.own() if rank == self.rank else self._peers.get(rank)
-            for rank in group.ranks
+            self._peers.own if rank == self.rank else self._peers.get(rank) for rank in group.ranks
         )
         return all(
             board is not None and board.word(B.STEADY) and not board.is_remote for board in boards

@@ -29,7 +29,6 @@ log = logging.getLogger("commlens")
 
 WARN_AFTER_NS: Final = 10_000_000_000
 RELEASE_AFTER_NS: Final = 1_000_000_000
-_now = time.monotonic_ns
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
@@ -114,15 +113,6 @@ class Waiting:
                 pending.channel.rooted_patience_ns = 0
                 plans_changed()
 
-    def before_wait(self, pending: Pending) -> None:
-        """Wait for all ranks that the op needs, before a thread blocks until it is done.
-
-        Raises:
-            DistributedOperationException: a rank's announcement does not match, or a rank does not
-                arrive.
-        """
-        self.wait(pending, needed_at_wait(pending.args, pending.absent, self._peers.rank))
-
     def wait(
         self,
         pending: Pending,
@@ -143,7 +133,7 @@ class Waiting:
         wanted = set(ranks)
         if wanted.isdisjoint(pending.absent):
             return
-        began = checked = _now()
+        began = checked = time.monotonic_ns()
         thread = threading.get_ident()
         if patience_ns is None:  # a bounded wait ends by itself, so it must not count in a cycle
             self._board.set_waiting(pending.channel.key, pending.number, began)
@@ -153,7 +143,7 @@ class Waiting:
                     self._peers[rank].word(B.ANY_SOURCE) for rank in pending.absent
                 ):
                     return  # a rank that receives from any rank does not announce that
-                now = _now()
+                now = time.monotonic_ns()
                 heard = self._bells.listen(absent[0], thread)
                 self._catch_up(pending)
                 if absent[0] in pending.absent:
@@ -165,7 +155,15 @@ class Waiting:
                         return
                     self._late.refuse_if_hopeless(pending, absent, now - began)
                     if checked - began <= WARN_AFTER_NS < now - began:
-                        self._warn(pending, absent, now - began)
+                        log.warning(
+                            "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
+                            self._peers.rank,
+                            (now - began) / 1e9,
+                            pending.args.op,
+                            pending.number & B.NUMBER_MASK,
+                            self._comparison.subject(pending).group,
+                            ranks_phrase(absent),
+                        )
                     checked = now
         finally:
             self._bells.awake(thread)
@@ -196,15 +194,4 @@ class Waiting:
         return waited_ns > RELEASE_AFTER_NS and any(
             not board.is_remote and waits_in_store(self._folder, rank, board.pid)
             for rank, board in boards.items()
-        )
-
-    def _warn(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
-        log.warning(
-            "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
-            self._peers.rank,
-            waited_ns / 1e9,
-            pending.args.op,
-            pending.number & B.NUMBER_MASK,
-            self._comparison.subject(pending).group,
-            ranks_phrase(absent),
         )

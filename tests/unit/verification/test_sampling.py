@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from commlens.verification.sampling import EVERY, CallSampler
@@ -13,11 +12,7 @@ def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
     other: Any = object()
 
     def checked(sampler: CallSampler, args: Any, stack: int, numbers: range) -> list[int]:
-        tokens: list[Any] = [
-            SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0)
-            for number in numbers
-        ]
-        return [token.number for token in tokens if not sampler.skips(token)]
+        return [number for number in numbers if not sampler.skips(args, stack, number)]
 
     sampler = CallSampler()
     assert checked(sampler, args, 5, range(1, 50)) == [1, EVERY, 2 * EVERY, 3 * EVERY]

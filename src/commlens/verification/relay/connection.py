@@ -95,10 +95,8 @@ class Connection:
 
     def send(self, kind: bytes, content: bytes) -> None:
         """Send a frame, as much of it as the other side takes now."""
-        frame = _HEAD.pack(len(content), kind) + content
-        if not self._out:
-            frame = frame[self._try(frame) :]
-        self._out += frame
+        self._out += _HEAD.pack(len(content), kind) + content
+        self.flush()
         if len(self._out) > _BACKLOG_MAX:
             raise ConnectionError("it takes nothing")
 
@@ -109,7 +107,8 @@ class Connection:
     def flush(self) -> None:
         """Send more of the bytes that the other side has not taken, if there are any."""
         if self._out:
-            del self._out[: self._try(self._out)]
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                del self._out[: self.socket.send(self._out)]
 
     def receive(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield the frames that have arrived: kind and content."""
@@ -139,9 +138,3 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self.socket.close()
-
-    def _try(self, content: bytes | bytearray) -> int:
-        try:
-            return self.socket.send(content)
-        except (BlockingIOError, InterruptedError):
-            return 0

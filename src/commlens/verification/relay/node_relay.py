@@ -261,22 +261,22 @@ class Relay:
 
     def _lose(self, connection: Connection, why: str) -> None:
         """Give up a node, or on a node without rank 0 all other nodes."""
-        lost = [rank for rank in connection.ranks if self._lose_rank(rank)]
-        if lost and self._feeds.keys() - self._ended:
-            self.say(
-                f"strict verification has lost {ranks_phrase(lost)} on"
-                f" {connection.host or 'other nodes'} ({why}): from now on, their collectives are"
-                " not compared with those of this node"
-            )
+        self._lose_ranks(connection.ranks, f"{connection.host or 'other nodes'} ({why})")
         if self._is_hub and connection.ranks:
             self.others.send(type="lost", ranks=sorted(connection.ranks))
+
+    def _lose_ranks(self, ranks: Iterable[int], where: str) -> None:
+        lost = [rank for rank in ranks if self._lose_rank(rank)]
+        if lost and self._feeds.keys() - self._ended:
+            self.say(
+                f"strict verification has lost {ranks_phrase(lost)} on {where}: from now on, their"
+                " collectives are not compared with those of this node"
+            )
 
     def _lose_rank(self, rank: int) -> bool:
         """Mark the copy of a rank's board as lost. Return whether the rank was still running."""
         mirror = self._mirrors.get(rank)
-        if mirror is None or mirror.is_lost:
-            return False
-        if mirror.word(B.CLOSED) or mirror.word(B.ENDED):
+        if mirror is None or mirror.is_lost or mirror.word(B.CLOSED) or mirror.word(B.ENDED):
             return False
         mirror.lose()
         self._bells.ring(rank)
@@ -317,12 +317,7 @@ class Relay:
         elif what == "refusal":
             self._post_here(message["refusal"])
         elif what == "lost":
-            lost = [rank for rank in message["ranks"] if self._lose_rank(int(rank))]
-            if lost and self._feeds.keys() - self._ended:
-                self.say(
-                    f"strict verification has lost {ranks_phrase(lost)} on another node: they are"
-                    " no longer compared with"
-                )
+            self._lose_ranks(map(int, message["ranks"]), "another node")
         elif what == "bye":
             connection.is_leaving = True
 
