@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -142,7 +142,18 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
         before: the look after which it happened.
         after: the look that shows it.
     """
-    found = list(_lost_gpus(before, after))
+    # the driver does not list these any more
+    found = [
+        HealthEvent(
+            what="gpu-gone",
+            fault="gpu-fault",
+            part=part,
+            at_ns=after.taken_ns,
+            since_ns=before.taken_ns,
+        )
+        for part in before.values.get("gpu", {})
+        if "gpu" in after.values and part not in after.values["gpu"]
+    ]
     for rule in RULES:
         source, _, only = rule.source.partition("/")
         for part, values in after.values.get(source, {}).items():
@@ -169,20 +180,6 @@ def changes(first: Look, before: Look, after: Look) -> list[HealthEvent]:
                     )
                 )
     return found
-
-
-def _lost_gpus(before: Look, after: Look) -> Iterator[HealthEvent]:
-    """Yield the GPUs that the driver does not list any more."""
-    now = after.values.get("gpu", {})
-    for part in before.values.get("gpu", {}):
-        if "gpu" in after.values and part not in now:
-            yield HealthEvent(
-                what="gpu-gone",
-                fault="gpu-fault",
-                part=part,
-                at_ns=after.taken_ns,
-                since_ns=before.taken_ns,
-            )
 
 
 def _usual(first: Look, before: Look, source: str, part: str, name: str) -> float:
