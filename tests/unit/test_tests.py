@@ -26,7 +26,7 @@ NOT_YET = {
     """,
     "integration/test_capture.py": """
         capture/completion  
-        capture/init_hooks capture/rank_environment capture/recorder capture/recording
+        capture/init_hooks capture/rank_environment capture/recorder
         capture/session capture/thread_id 
          tap/tap tap/token
     """,

@@ -229,12 +229,16 @@ class Recording:
         """Dump on a signal, ``"SIGUSR2"``, and then do what the signal did before."""
         number = signal.Signals[name]
         previous = signal.getsignal(number)
+        if getattr(previous, "recording", None) is self:
+            return
 
         def handler(signum: int, frame: Any) -> None:
-            threading.Thread(target=self.dump_now, name="commlens-dump", daemon=True).start()
+            if self.pid == os.getpid():
+                threading.Thread(target=self.dump_now, name="commlens-dump", daemon=True).start()
             if callable(previous):
                 previous(signum, frame)
 
+        handler.recording = self  # type: ignore[attr-defined]
         signal.signal(number, handler)
 
     def note_default_group(self) -> None:

@@ -213,8 +213,8 @@ def hook(
     ``sys.excepthook``.
     """
     previous = sys.excepthook
-    if getattr(previous, "__name__", "") == "commlens_excepthook":
-        return  # the program has not replaced it since
+    if getattr(previous, "record", None) == record:
+        return  # the program has not replaced it since, and it is no parent's of a forked child
 
     def commlens_excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -222,13 +222,14 @@ def hook(
         record(kind, error, trace)
         previous(kind, error, error.__traceback__ or trace)
 
+    commlens_excepthook.record = record  # type: ignore[attr-defined]
     sys.excepthook = commlens_excepthook
 
 
 def hook_threads(record: Callable[[threading.ExceptHookArgs], None]) -> None:
     """Call ``record`` for an exception that ends a thread beside the main one."""
     previous = threading.excepthook
-    if getattr(previous, "__name__", "") == "commlens_thread_hook":
+    if getattr(previous, "record", None) == record:
         return
 
     def commlens_thread_hook(args: threading.ExceptHookArgs) -> None:
@@ -236,6 +237,7 @@ def hook_threads(record: Callable[[threading.ExceptHookArgs], None]) -> None:
             record(args)
         previous(args)
 
+    commlens_thread_hook.record = record  # type: ignore[attr-defined]
     threading.excepthook = commlens_thread_hook
 
 
@@ -267,7 +269,7 @@ def hook_multiprocessing(
     if (
         sys.version_info < (3, 13)
         or multiprocessing.parent_process() is None
-        or hasattr(original, "__commlens__")
+        or getattr(original, "record", None) == record
     ):
         return
 
@@ -282,7 +284,7 @@ def hook_multiprocessing(
             record(kind, error, trace)
         original(*args, **kwargs)
 
-    print_exc.__commlens__ = True
+    print_exc.record = record
     traceback.print_exc = print_exc
 
 
@@ -296,7 +298,7 @@ def hook_ray_train(
     """
     runner: Any = sys.modules.get(_RAY_THREAD_RUNNER)
     original = getattr(runner, _RAY_CATCHES, None)
-    if original is None or hasattr(original, "__commlens__"):
+    if original is None or getattr(original, "record", None) == record:
         return
 
     @functools.wraps(original)
@@ -304,7 +306,7 @@ def hook_ray_train(
         record(type(error), error, error.__traceback__)
         return original(error, *args, **kwargs)
 
-    caught.__commlens__ = True  # type: ignore[attr-defined]
+    caught.record = record  # type: ignore[attr-defined]
     setattr(runner, _RAY_CATCHES, caught)
 
 

@@ -196,3 +196,25 @@ def test_the_exception_that_ends_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     assert blobs[0]["text"].startswith("JSONDecodeError: Expecting property name")
     assert blobs[0]["text"].endswith(" (in thread loader)")
     assert "load_row" in [function for _, _, function in blobs[0]["f"]]
+
+
+def test_another_recording_gets_the_exceptions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks that a forked child inherits write into no box: theirs is its parent's."""
+    seen: list[str] = []
+
+    class Recording:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record(self, *_: object) -> None:
+            seen.append(self.name)
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: seen.append("program"))
+    monkeypatch.setattr(threading, "excepthook", lambda _: seen.append("program"))
+    parent, child = Recording("parent"), Recording("child")
+    for each in (parent, parent, child, child):
+        uncaught.hook(each.record)
+        uncaught.hook_threads(each.record)
+    sys.excepthook(ValueError, ValueError(), None)
+    threading.excepthook(threading.ExceptHookArgs((ValueError, None, None, None)))
+    assert seen == ["child", "parent", "program"] * 2
