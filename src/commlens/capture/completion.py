@@ -435,10 +435,6 @@ class CompletionTracker:
                 left.append(token)
         return min(left, key=lambda token: token.index, default=None)
 
-    def held(self) -> int:
-        """Return how many Works are held and outputs remembered."""
-        return len(self.in_flight) + len(self.by_pointer)
-
     def overwritten(self, index: int) -> bool:
         """Return whether a newer record has taken the slot of this one."""
         return index + self.writer.capacity <= self.writer.last_index

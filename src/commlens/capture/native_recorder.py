@@ -197,9 +197,7 @@ class NativeRecorder(Recorder):
         """Return the position of the calling stack with its C++ frames."""
         return self.stacks.native_position()
 
-    def error_of(self, work: Any) -> BaseException | None:
-        """Return the error of a completed Work; None if it succeeded."""
-        return error_of(work)
+    error_of = staticmethod(error_of)
 
     def report_native_error(self, text: str) -> None:
         """Count an error of the C++ code."""
@@ -338,10 +336,6 @@ class NativeRecorder(Recorder):
     def waited_in_cpp(self, began: int = 0) -> None:
         """Note that this call has returned."""
         self.engine.waited_in_cpp()
-
-    def held(self) -> int:
-        """Return how many Works are held and outputs remembered."""
-        return int(self.engine.held())
 
     def release(self) -> None:
         """Drop every Work."""

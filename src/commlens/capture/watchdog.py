@@ -39,8 +39,8 @@ class Watchdog:
         recorder: Recorder,
         *,
         pipe: Path | None = None,
-        on_pipe: Callable[[], object] | None = None,
-        on_tick: Callable[[int], object] | None = None,
+        on_pipe: Callable[[], object] = lambda: None,
+        on_tick: Callable[[int], object] = lambda now: None,
     ) -> None:
         self._recorder = recorder
         self._on_tick = on_tick
@@ -96,8 +96,7 @@ class Watchdog:
         writer.heartbeat()
         oldest = recorder.sweep()
         recorder.decode_reduce_ops()
-        if self._on_tick is not None:
-            self._on_tick(now)
+        self._on_tick(now)
         recorder.device_queues.look(now)
         recorder.library_calls.note_libraries()
         recorder.library_calls.note_queues(now)
@@ -216,5 +215,5 @@ class Watchdog:
             received = os.read(self._pipe_descriptor, 4096)
         except BlockingIOError:
             return
-        if received and self._on_pipe is not None:
+        if received:
             self._on_pipe()
