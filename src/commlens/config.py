@@ -428,7 +428,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     each.name: each.metadata["accepts"] for each in fields(Settings)
 }
 NAMES: Final = tuple(ACCEPTED)
-_PATHS: Final = frozenset(name for name in NAMES if ACCEPTED[name].parse is _path)
+_NONE_IS_OFF: Final = frozenset({"check_numbers", "trace"})
 
 
 @dataclass(frozen=True)
@@ -496,9 +496,11 @@ def settings_environment(settings: Settings) -> dict[str, str]:
     variables = {}
     for name in NAMES:
         value = getattr(settings, name)
+        if name in _NONE_IS_OFF:
+            value = value or "off"
         if value is None:
             continue
-        if name in _PATHS:
+        if ACCEPTED[name].parse is _path:
             value = absolute(value)
         variables[variable_of(name)] = str(int(value) if isinstance(value, bool) else value)
     return variables
@@ -586,13 +588,6 @@ def _unknown(name: str, origin: str, written: str | None) -> str:
 # --- the file
 
 
-def _read_file(path: Path) -> str:
-    """Read a file, but not one whose reading may block for ever."""
-    if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
-        raise OSError(0, "it is not a regular file")
-    return path.read_text(encoding="utf-8")
-
-
 def _apply_file(
     layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None
 ) -> None:
@@ -600,7 +595,10 @@ def _apply_file(
     if path is None:
         return
     try:
-        text = _read_file(path)
+        # reading it may block for ever
+        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
+            raise OSError(0, "it is not a regular file")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return

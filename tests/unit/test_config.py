@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commlens import config
+from commlens import commands, config
 from commlens.config import (
     ACCEPTED,
     FAULTS,
@@ -23,6 +23,7 @@ from commlens.config import (
     variable_of,
 )
 from commlens.errors import ConfigError
+from commlens.launch import worker
 from conftest import SOURCE
 
 
@@ -459,6 +460,26 @@ def test_what_is_handed_on_wins_over_a_workers_own_file_and_torchs_variables(tmp
     }
     received = load(environ).settings
     assert (received.stall_timeout, received.box_entries) == ("auto", 2000)
+
+
+@pytest.mark.parametrize(
+    ("option", "passed"), [("--check-numbers", "on"), ("--check-numbers=off", "off")]
+)
+def test_run_passes_on_which_numbers_to_check(option, passed, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(worker, "run", lambda *_, environment, **__: given.append(environment))
+    (tmp_path / "train.py").touch()
+    commands.main(["run", option, str(tmp_path / "train.py")])
+    assert load(given[0]).settings == load({"COMMLENS_CHECK_NUMBERS": passed}).settings
+    assert given[0].keys() == {"COMMLENS_CHECK_NUMBERS"}
+
+
+def test_what_the_launcher_was_told_to_leave_off_stays_off_in_its_workers(tmp_path):
+    path = yaml_file(tmp_path, "check_numbers: on\n")
+    off = load({}, config_file=path, overrides={"check_numbers": "off"}).settings
+    for environ in ({"COMMLENS_CHECK_NUMBERS": "nan"}, {"COMMLENS_CONFIG_FILE": str(path)}):
+        assert load(environ).settings.check_numbers is not None
+        assert load({**environ, **settings_environment(off)}).settings.check_numbers is None
 
 
 def test_a_stall_timeout_is_learned_unless_it_is_a_number(tmp_path):

@@ -17,7 +17,8 @@ from commlens.launch.new_warnings import new_warnings
 from commlens.text import joined
 from commlens.verification.sampling import EVERY
 
-OPTIONS: Final = {name: accepts for name, accepts in ACCEPTED.items() if accepts.help}
+_OF_TABLE: Final = {name: accepts for name, accepts in ACCEPTED.items() if accepts.help}
+OPTIONS: Final = (*_OF_TABLE, "check_numbers")
 """The settings that have an option."""
 
 
@@ -29,7 +30,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "commlens",
         "settings, which can also be set by COMMLENS_* variables or in the settings file",
     )
-    for name, accepts in OPTIONS.items():
+    for name, accepts in _OF_TABLE.items():
         flag = "--" + name.replace("_", "-")
         if not accepts.metavar:
             group.add_argument(
@@ -117,7 +118,6 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
         ConfigError: a key is unknown or a value is bad, wherever it is set.
     """
     overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
-    overrides["check_numbers"] = arguments.commlens_check_numbers
     overrides.update(more)
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)
 
