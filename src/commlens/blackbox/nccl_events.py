@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -29,11 +30,45 @@ from commlens.text import printable
 MAGIC: Final = b"CLNSNCCL"
 FORMAT: Final = 1
 
-# of the structs in _nccl_profiler.c the fields that are read here; x skips the others
-_HEADER: Final = struct.Struct("<8x2I4I8x2IQ2I3Q2I40x256s4Q24x")
-_COMM: Final = struct.Struct("<2Q3i4x5Q32xQ96sQ40x")
-_OP: Final = struct.Struct("<2Q16s16sQ2i2Q3I4x7Q8x")
-_TRANSFER: Final = struct.Struct("<Q2I8x2i2I2Q8x2Q16x")
+
+class _Layout:
+    """A struct of ``_nccl_profiler.c``, with the fields that are read here."""
+
+    def __init__(self, fields: str) -> None:
+        """``fields``: a code of :mod:`struct` and a name each; no name for what is skipped."""
+        parts = [field.split() for field in fields.split(",")]
+        self.struct = struct.Struct("<" + "".join(part[0] for part in parts))
+        self.size = self.struct.size
+        self._names = [part[1] for part in parts if part[1:]]
+
+    def by_name(self, values: Iterable[Any]) -> Any:
+        """Return the values that the struct unpacks as attributes."""
+        return SimpleNamespace(**dict(zip(self._names, values, strict=True)))
+
+
+_HEADER: Final = _Layout(
+    "8x, I version, I header_size, I comms, I comm_size, I ops, I op_size, 8x, I transfers,"
+    " I transfer_size, Q total_size, I pid, I mask, Q start_ticks, Q created_mono_ns, Q created_ns,"
+    " I status, I nccl_version, 40x, 256s library, Q lost_comms, Q lost_ops, Q lost_transfers,"
+    " Q for_others, 24x"
+)
+"""``comms``, ``ops`` and ``transfers`` are the numbers of slots, each of the size that follows.
+``mask`` is of the kinds of events that NCCL was asked for, the lost ones found no free slot, and
+``for_others`` are transfers of other processes, which this one's proxy thread made.
+"""
+_COMM: Final = _Layout(
+    "Q seq, Q hash, i size, i rank, i nodes, 4x, Q made_ns, Q closed_ns, Q collectives, Q messages,"
+    " Q finished_collectives, 32x, Q nccl_version, 96s name, Q replayed, 40x"
+)
+_OP: Final = _Layout(
+    "Q seq, Q number, 16s func, 16s datatype, Q elements, i root, i peer, Q state, Q nccl_number,"
+    " I comm, I comm_generation, I thread, 4x, Q called_ns, Q returned_ns, Q launched_ns,"
+    " Q started_ns, Q stopped_ns, Q device_started_ns, Q device_stopped_ns, 8x"
+)
+_TRANSFER: Final = _Layout(
+    "Q seq, I op, I op_generation, 8x, i peer, i steps, I channel, I is_send, Q done, Q states, 8x,"
+    " Q moved_ns, Q ended_ns, 16x"
+)
 _HEADER_SIZE: Final = 4096
 SIZE_MAX: Final = 16 << 20
 _TABLE_MAX: Final = 1 << 16
@@ -52,84 +87,6 @@ _STATES: Final[Mapping[int, TransferState]] = {
     20: "waits-for-peer",
 }
 """NCCL's numbers of the states of a step."""
-
-
-class _CommSlot(NamedTuple):
-    seq: int
-    hash: int
-    size: int
-    rank: int
-    nodes: int
-    made_ns: int
-    closed_ns: int
-    collectives: int
-    messages: int
-    finished_collectives: int
-    nccl_version: int
-    name: bytes
-    replayed: int
-
-
-class _OpSlot(NamedTuple):
-    seq: int
-    number: int
-    func: bytes
-    datatype: bytes
-    elements: int
-    root: int
-    peer: int
-    state: int
-    nccl_number: int
-    comm: int
-    comm_generation: int
-    thread: int
-    called_ns: int
-    returned_ns: int
-    launched_ns: int
-    started_ns: int
-    stopped_ns: int
-    device_started_ns: int
-    device_stopped_ns: int
-
-
-class _TransferSlot(NamedTuple):
-    seq: int
-    op: int
-    op_generation: int
-    peer: int
-    steps: int
-    channel: int
-    is_send: int
-    done: int
-    states: int
-    moved_ns: int
-    ended_ns: int
-
-
-class _Header(NamedTuple):
-    """The header's fields, as ``_HEADER`` unpacks them."""
-
-    version: int
-    header_size: int
-    comms: int  # slots in the table of communicators, and the size of one
-    comm_size: int
-    ops: int
-    op_size: int
-    transfers: int
-    transfer_size: int
-    total_size: int
-    pid: int
-    mask: int  # the kinds of events that NCCL was asked for
-    start_ticks: int
-    created_mono_ns: int
-    created_ns: int
-    status: int
-    nccl_version: int
-    library: bytes
-    lost_comms: int  # that found no free slot
-    lost_ops: int
-    lost_transfers: int
-    for_others: int  # transfers of other processes, which this one's proxy thread made
 
 
 def read_beside(box: Path, pid: int, start_ticks: int, unix_offset: int) -> NcclRecord | None:
@@ -183,8 +140,8 @@ def read_events(
     transfers = _open_transfers(content[transfers_at:], head, unix)
     ops, torn = _ops_by_comm(content[ops_at:transfers_at], unix, transfers)
     found = []
-    for index, fields in enumerate(_COMM.iter_unpack(content[comms_at:ops_at])):
-        comm = _CommSlot._make(fields)
+    for index, fields in enumerate(_COMM.struct.iter_unpack(content[comms_at:ops_at])):
+        comm = _COMM.by_name(fields)
         if comm.seq and not comm.seq & 1 and 0 <= comm.rank < comm.size:
             found.append(_communicator(comm, ops[index, comm.seq >> 1 & _GENERATION], unix))
     return NcclRecord(
@@ -201,7 +158,7 @@ def read_events(
     )
 
 
-def _read_head(content: bytes, name: str) -> _Header:
+def _read_head(content: bytes, name: str) -> Any:
     if len(content) < _HEADER_SIZE or content[:8] != MAGIC:
         cut = MAGIC.startswith(content[:8]) or content[:8] == MAGIC
         raise FormatError(
@@ -209,7 +166,7 @@ def _read_head(content: bytes, name: str) -> _Header:
             if content and cut
             else f"{name} is not a file of NCCL's events."
         )
-    head = _Header._make(_HEADER.unpack_from(content))
+    head = _HEADER.by_name(_HEADER.struct.unpack_from(content))
     if head.version != FORMAT:
         raise FormatError(
             f"{name} has NCCL's events in version {head.version}, but this commlens reads version"
@@ -245,12 +202,12 @@ def _text(padded: bytes) -> str:
 
 
 def _open_transfers(
-    table: bytes, head: _Header, unix: Callable[[int], int]
+    table: bytes, head: Any, unix: Callable[[int], int]
 ) -> dict[tuple[int, int], list[NcclTransfer]]:
     """Return the transfers that have not ended, by the index and generation of their operation."""
     found: dict[tuple[int, int], list[NcclTransfer]] = defaultdict(list)
-    for fields in _TRANSFER.iter_unpack(table[: head.transfers * _TRANSFER.size]):
-        each = _TransferSlot._make(fields)
+    for fields in _TRANSFER.struct.iter_unpack(table[: head.transfers * _TRANSFER.size]):
+        each = _TRANSFER.by_name(fields)
         is_free = not each.seq or each.seq & 1  # or is being written
         if is_free or each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
@@ -269,13 +226,13 @@ def _open_transfers(
     return found
 
 
-def _oldest_state(each: _TransferSlot, done: int) -> int:
+def _oldest_state(each: Any, done: int) -> int:
     """Return the state of the oldest step under way; steps end in order. NCCL counts them from 0 or
     1, by its version, so the first of both places that has a state is meant.
     """
     for step in (done, done + 1):
         if state := each.states >> (step % 8) * 8 & 0xFF:
-            return state
+            return int(state)
     return 0
 
 
@@ -289,10 +246,10 @@ def _ops_by_comm(
     """
     found: dict[tuple[int, int], list[NcclOp]] = defaultdict(list)
     torn = 0
-    for index, fields in enumerate(_OP.iter_unpack(table)):
+    for index, fields in enumerate(_OP.struct.iter_unpack(table)):
         if not fields[0]:
             continue
-        op = _OpSlot._make(fields)
+        op = _OP.by_name(fields)
         generation = op.seq >> 1 & _GENERATION
         if op.seq & 1 or op.state >> 40 != generation or not op.number:
             torn += 1
@@ -302,7 +259,7 @@ def _ops_by_comm(
     return found, torn
 
 
-def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]) -> NcclOp:
+def _op(op: Any, unix: Callable[[int], int], transfers: tuple[NcclTransfer, ...]) -> NcclOp:
     # a late event of the slot's former operation may have left its time
     def after_call(moment: int) -> int:
         return unix(moment) if moment >= op.called_ns else 0
@@ -335,9 +292,7 @@ def _op(op: _OpSlot, unix: Callable[[int], int], transfers: tuple[NcclTransfer, 
     )
 
 
-def _communicator(
-    comm: _CommSlot, ops: list[NcclOp], unix: Callable[[int], int]
-) -> NcclCommunicator:
+def _communicator(comm: Any, ops: list[NcclOp], unix: Callable[[int], int]) -> NcclCommunicator:
     called = [op.number for op in ops if not (op.is_message or op.captured)]
     replayed = [op.number for op in ops if op.is_replay]
     return NcclCommunicator(
