@@ -39,12 +39,7 @@ _KEY_LENGTH_MAX = 200
 class _StoreWait:
     """A call that waits for keys in a store, or for a store."""
 
-    op: str
-    key: str  # the first one, or an address
-    label: str | None
-    began: int
-    thread: int
-    stack: int  # position in the side table
+    call: dict[str, Any]  # for its note
     noted: bool = False
 
 
@@ -171,7 +166,8 @@ class Setups:
             return False
         names, stack = [str(key)[:_KEY_LENGTH_MAX] for key in keys], self._stack(sys._getframe(1))
         label = f"and {len(names) - 1} more" if len(names) > 1 else label
-        self._store_wait = _StoreWait(op, names[0], label, time.monotonic_ns(), current.id, stack)
+        call = {"op": op, "name": names[0], "label": label, "thread": current.id, "stack": stack}
+        self._store_wait = _StoreWait({**call, "number": 1, "began": time.monotonic_ns()})
         return True
 
     def store_wait_ended(self) -> None:
@@ -185,23 +181,14 @@ class Setups:
     def note_store_wait(self, now: int) -> None:
         """Note the present wait if it has lasted for long; called by the watchdog thread."""
         wait = self._store_wait
-        if wait is None or wait.noted or now - wait.began < _NOTE_WAIT_AFTER_NS:
+        if wait is None or wait.noted or now - wait.call["began"] < _NOTE_WAIT_AFTER_NS:
             return
         with self._store_lock:
             if self._store_wait is wait:
                 wait.noted = True
-                position = self._add(
-                    wait.op,
-                    wait.key,
-                    range(self._world_size),
-                    number=1,
-                    label=wait.label,
-                    stack=wait.stack,
-                    thread=wait.thread,
-                    began=wait.began,
-                )
+                position = self._add(ranks=range(self._world_size), **wait.call)
                 self._writer.word(L.SETUP, position)
-                self._writer.word(L.SETUP_SINCE, wait.began)
+                self._writer.word(L.SETUP_SINCE, wait.call["began"])
 
     def keys_written(self, keys: Sequence[str]) -> None:
         """The process writes keys into the store. The first key of each kind is noted: those of a
