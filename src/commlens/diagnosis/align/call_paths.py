@@ -168,8 +168,8 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
         frames: those inside of the last common one.
         others: the stack of the other rank.
         last: the user's last common line, for a path without lines of the user.
-        alone: whether neither path has lines of the user; then a library's line is named beside the
-            last common one.
+        alone: whether neither path has lines of the user; then the innermost line of a library,
+            else of torch outside of torch.distributed, is named beside the last common one.
     """
     lines = list(user_lines(tuple(frames)))
     if lines:
@@ -178,17 +178,12 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
             parts[_SHOWN - 2 : -2] = ["..."]
         line = next((frame for frame in reversed(lines) if frame not in others), lines[0])
         return Path(line, " -> ".join(parts), frame_phrase(line), frame_phrase(lines[0]))
-    inner = _library_line(frames) if alone else None
+    by_kind = {frame.kind: frame for frame in frames if "torch/distributed/" not in frame.file}
+    inner = by_kind.get(FrameKind.LIBRARY) or by_kind.get(FrameKind.TORCH) if alone else None
     phrase = " -> ".join(
         filter(None, [frame_phrase(last), in_package(inner) if inner is not None else ""])
     )
     return Path(last, phrase, phrase)
-
-
-def _library_line(frames: list[Frame]) -> Frame | None:
-    """Return the innermost frame of a library, else of torch outside of torch.distributed."""
-    by_kind = {frame.kind: frame for frame in frames if "torch/distributed/" not in frame.file}
-    return by_kind.get(FrameKind.LIBRARY) or by_kind.get(FrameKind.TORCH)
 
 
 def in_package(frame: Frame) -> str:

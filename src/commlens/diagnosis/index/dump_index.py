@@ -127,10 +127,15 @@ class _DumpIndexer:
         # Where a full ring buffer lists only what is in flight, the oldest may be overwritten. A
         # dump of which entries were lost may have been full.
         full = dump.unbroken == self._fullest or dump.lost_entries
+        # NCCL's watchdog aborts after a timeout, and writes a dump before. Of a process that aborts
+        # for another reason, the recorder leaves no dump.
+        on_device = np.array(["ccl" in each.group.backend for each in dump.channels] or [False])
+        in_nccl = on_device[dump.channel] & (dump.state != COMPLETED)
+        gave_up = dump.timed_out or bool(in_nccl.any())
         view = RankView(
             dump.rank,
             dump,
-            process_exit_of(dump, gave_up=_gave_up(dump)),
+            process_exit_of(dump, gave_up=gave_up),
             dump.captured_ns or self._latest,
             dump=dump,
             history=history,
@@ -223,16 +228,6 @@ def _find_heads(view: RankView, columns: RankOps, limit: int) -> None:
     view.head = BlockedThread(head, ops, DEVICE, since, "enqueued", stuck, age)
     view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
-
-
-def _gave_up(dump: RankColumns) -> bool:
-    """Return whether NCCL's watchdog had a reason to abort the rank.
-
-    It does so after a timeout, and writes a dump before. Of a process that aborts for another
-    reason, the recorder leaves no dump.
-    """
-    on_device = np.array(["ccl" in channel.group.backend for channel in dump.channels] or [False])
-    return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
 
 
 # --- one channel for all ranks
