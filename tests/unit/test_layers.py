@@ -221,16 +221,25 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 
-@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-@functools.cache
 def imports(path: Path) -> list[tuple[str, int]]:
     """Every module that a file imports, at its top or inside a function, with the line."""
+    return all_imports(path)[0]
+
+
+def imported_at_the_top(path: Path) -> list[str]:
+    """The modules that an import of this file imports, but for those that only types need."""
+    return all_imports(path)[1]
+
+
+@functools.cache  # and no tree: each later collection of garbage would look through all of them
+def all_imports(path: Path) -> tuple[list[tuple[str, int]], list[str]]:
+    tree = tree_of(path)
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -239,7 +248,9 @@ def imports(path: Path) -> list[tuple[str, int]]:
             for alias in node.names:
                 inner = f"{module}.{alias.name}"
                 found.append((inner if inner in MODULES else module, node.lineno))
-    return found
+    tops = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)]
+    lines = {line for node in tops for line in range(node.lineno, (node.end_lineno or 0) + 1)}
+    return found, [module for module, line in found if line in lines]
 
 
 def test_reports_import_only_types_of_the_diagnosis():
@@ -415,17 +426,6 @@ def test_the_autoload_module_has_nothing_at_its_top_that_could_fail():
         "Import",
         "FunctionDef",
     ]
-
-
-def imported_at_the_top(path: Path) -> set[str]:
-    """The modules that an import of this file imports, but for those that only types need."""
-    tops = [
-        node
-        for node in tree_of(path).body
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.Try)
-    ]
-    lines = {line for node in tops for line in range(node.lineno, (node.end_lineno or 0) + 1)}
-    return {module for module, line in imports(path) if line in lines}
 
 
 def test_a_watcher_at_rest_needs_no_numpy():

@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HELD = Path(__file__).with_name("rooms.json")
 PACKAGE = Path(__file__).parents[2] / "src" / "commlens"
@@ -32,40 +32,62 @@ _BRANCHES = (
 )
 
 
+class Module(NamedTuple):
+    """What is counted in a module."""
+
+    lines: int
+    statements: int
+    decisions: dict[str, int]  # the most of a function of that name
+    classes: set[str]
+    imported: set[str]
+
+
 @functools.cache
-def modules() -> dict[str, tuple[ast.Module, int]]:
-    """Return each module's tree and number of lines, by its path within the package."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found[str(path.relative_to(PACKAGE))] = (ast.parse(text), text.count("\n"))
-    return found
+def modules() -> dict[str, Module]:
+    """Return what is in each module, by its path within the package."""
+    return {
+        str(path.relative_to(PACKAGE)): counted(path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
-def is_statement(node: ast.AST) -> bool:
-    """Return whether a node is a statement. Docstrings are none."""
-    return isinstance(node, ast.stmt) and not (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    )
-
-
-def decisions(function: ast.AST) -> int:
-    """Count branches, loops, comprehensions with their conditions, and boolean operators, without
-    those of functions inside it.
-    """
-    count, todo = 1, list(ast.iter_child_nodes(function))
+def counted(text: str) -> Module:
+    """Count what is in a module. Docstrings are no statements."""
+    tree = ast.parse(text)
+    decided: dict[ast.AST, int] = {tree: 1}
+    statements, classes, imported = 0, set(), set()
+    todo: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
     while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(node, ast.BoolOp):
-            count += len(node.values) - 1
-        elif isinstance(node, ast.comprehension):
-            count += 1 + len(node.ifs)
+        node, function = todo.pop()
+        if isinstance(node, ast.stmt):
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            statements += not is_docstring
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node
+            decided[function] = 1
+        elif isinstance(node, ast.ClassDef):
+            classes.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            imported |= {each.name for each in node.names}
         else:
-            count += isinstance(node, _BRANCHES)
-        todo.extend(ast.iter_child_nodes(node))
-    return count
+            decided[function] += decisions(node)
+        todo += [(child, function) for child in ast.iter_child_nodes(node)]
+    most: dict[str, int] = {}
+    for function, count in decided.items():
+        name = getattr(function, "name", "")
+        most[name] = max(count, most.get(name, 0))
+    return Module(text.count("\n"), statements, most, classes, imported)
+
+
+def decisions(node: ast.AST) -> int:
+    """Count branches, loops, comprehensions with their conditions, and boolean operators."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return isinstance(node, _BRANCHES)
 
 
 @functools.cache
@@ -73,16 +95,18 @@ def measured() -> dict[str, Any]:
     """Return what the source has now, in the form of rooms.json."""
     statements: Counter[str] = Counter()
     above, classes = [], defaultdict(set)
-    for path, (tree, _) in modules().items():
-        for node in ast.walk(tree):
-            statements[path.split("/")[0]] += is_statement(node)
-            if isinstance(node, ast.FunctionDef) and decisions(node) > MOST_DECISIONS:
-                above.append(f"{path} {node.name}")
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].add(path)
+    for path, module in modules().items():
+        statements[path.split("/")[0]] += module.statements
+        above += [
+            f"{path} {name}"
+            for name, count in module.decisions.items()
+            if name and count > MOST_DECISIONS
+        ]
+        for name in module.classes:
+            classes[name].add(path)
     return {
         "statements": dict(sorted(statements.items())),
-        "functions above 15 decisions": sorted(set(above)),
+        "functions above 15 decisions": sorted(above),
         "small modules with one importer": small_modules(),
         "class names that stand twice": sorted(
             name for name, paths in classes.items() if len(paths) > 1
@@ -92,22 +116,13 @@ def measured() -> dict[str, Any]:
 
 def small_modules() -> list[str]:
     """Return the modules of less than 60 lines that one module imports."""
-    importers = defaultdict(set)
-    for path, (tree, _) in modules().items():
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [each.name for each in node.names]
-            for name in names:
-                importers[name].add(path)
+    importers = Counter(name for module in modules().values() for name in module.imported)
     return sorted(
         path
-        for path, (_, lines) in modules().items()
-        if lines < SMALL_LINES
+        for path, module in modules().items()
+        if module.lines < SMALL_LINES
         and not re.search(r"__(init|main)__\.py$", path)
-        and len(importers["commlens." + path[:-3].replace("/", ".")]) == 1
+        and importers["commlens." + path[:-3].replace("/", ".")] == 1
     )
 
 
@@ -132,12 +147,15 @@ def test_lists_of_what_is_hard_to_read_only_shrink() -> None:
 
 def test_the_counter_counts_what_a_reader_has_to_decide() -> None:
     for text, count in (
-        ("x = [a for a in b if a and c]", 4),
-        ("if a or b or c:\n    d = e if f else g", 5),
-        ("match a:\n    case 1:\n        b\n    case _:\n        c", 3),
-        ("def f():\n    if a: pass", 1),
+        ("def f():\n    x = [a for a in b if a and c]", 4),
+        ("def f():\n    if a or b or c:\n        d = e if f else g", 5),
+        (
+            "def f():\n    match a:\n        case 1:\n            b\n        case _:\n            c",
+            3,
+        ),
+        ("def f():\n    def inner():\n        if a: pass", 1),
     ):
-        assert decisions(ast.parse(text)) == count
+        assert counted(text).decisions["f"] == count
 
 
 def write() -> None:
