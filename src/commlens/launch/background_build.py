@@ -138,6 +138,8 @@ def run(lock: int, launcher: int, start_ticks: int) -> None:
     # held by this process alone, not by a compiler that outlives it
     fcntl.fcntl(lock, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     try:
+        # imports torch, whose C++ ends a process in which a signal's handler raises meanwhile
+        cache.identity()
         with _ending_early(launcher, start_ticks):
             build.build()
     except _EndedEarlyError:
