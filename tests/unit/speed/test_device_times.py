@@ -145,7 +145,7 @@ def test_messages_between_two_stages_are_compared_with_the_best_of_the_job(
     """A slow rank makes others wait in their receives; the data takes no longer."""
     meter = PaceMeter(START)
     fault = Fault(kind, 2, 1.5, begins_s=40.0)
-    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.2)
+    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.4)
     for _, logs in job.looks(80.0):
         meter.measure(logs, 2, 5.0)
     slower = meter.transfers.slower()
@@ -180,7 +180,7 @@ def test_stages_of_a_pipeline(
     fault: Fault | None, batched: bool, ranks: list[int], why: str
 ) -> None:
     """A stage that others wait for is named, and no neighbour."""
-    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.2)
+    job = PipelineJob(8, fault=fault, batched=batched, microbatches=4, step_s=0.4)
     meter, paces, found = PaceMeter(START), [], []
     for _, logs in job.looks(80.0):
         paces += meter.measure(logs, 2, 5.0)
@@ -197,7 +197,7 @@ def test_a_stage_that_waits_until_its_message_is_received(batched: bool) -> None
     """The stages before a late one wait in their sends."""
     fault = Fault("host", 1, 1.3, 20.0)
     job = PipelineJob(
-        3, pp=3, fault=fault, batched=batched, microbatches=4, step_s=0.2, waits_for_sends=True
+        3, pp=3, fault=fault, batched=batched, microbatches=4, step_s=0.4, waits_for_sends=True
     )
     _, slow = followed(job, 70.0)
     assert slow is not None and slow.ranks == [1]
@@ -236,7 +236,7 @@ def test_large_messages_of_a_pipeline(fault: Fault | None, waits_for_sends: bool
 
 def test_an_uneven_stage_is_no_slow_device_after_a_warm_up() -> None:
     """Others did not wait for it in the first sample, but steps take no longer since then."""
-    logs = seen(PipelineJob(8, fault=Fault("stage", 2, 1.6), microbatches=4, step_s=0.2), 40.0)
+    logs = seen(PipelineJob(8, fault=Fault("stage", 2, 1.6), microbatches=4, step_s=0.4), 40.0)
     slow = SlowRanks([2, 3], 0.2, 50, 0.3, 0.0, 0.0, logs[0].captured_ns - 20 * S, 9)
     for slower, why in ((None, "uneven-work"), (1.03, "uneven-work"), (1.3, "slow-device")):
         cause = find_straggler(slow._replace(slower=slower), logs, ALIKE, range(8)).cause
@@ -244,7 +244,7 @@ def test_an_uneven_stage_is_no_slow_device_after_a_warm_up() -> None:
 
 
 def test_messages_without_durations_are_no_evidence() -> None:
-    logs = seen(PipelineJob(4, pp=2, microbatches=4, step_s=0.2), 20.0)
+    logs = seen(PipelineJob(4, pp=2, microbatches=4, step_s=0.4), 20.0)
     ops = [op for op in logs[0].collectives if op.announced_ns < timed_until(logs[0])]
     assert are_timed(ops)
     for op in ops:
