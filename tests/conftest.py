@@ -36,6 +36,13 @@ hypothesis.settings.register_profile("same", _PATIENT, derandomize=True, max_exa
 hypothesis.settings.register_profile("all", _PATIENT, derandomize=True)
 hypothesis.settings.register_profile("explore", _PATIENT, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "same")
+if "HYPOTHESIS_PROFILE" not in os.environ:
+    # Hypothesis draws from the constants of our modules, too: to parse them takes each worker
+    # seconds, and the examples would be others after any change, and for any selection of tests.
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 # torch's stores look up the name of each client in DNS before they answer anybody: 5 s where DNS
 # drops the question.

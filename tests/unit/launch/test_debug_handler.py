@@ -16,6 +16,7 @@ def handler(tmp_path, monkeypatch: pytest.MonkeyPatch) -> commlens.DebugHandler:
     return pickle.loads(pickle.dumps(commlens.DebugHandler()))  # as for a server that is spawned
 
 
+@pytest.mark.launches
 def test_what_a_job_without_records_shows(handler: commlens.DebugHandler) -> None:
     """What the verbs say, and no page."""
     said = debug_handler._run("dump", str(handler._pid))

@@ -13,6 +13,7 @@ import torch
 
 from commlens.model.numbers import CheckId
 from commlens.model.verdict import Verdict
+from commlens.numbers import exchange
 from commlens.numbers.exchange import Collector, Exchange
 from commlens.numbers.inspection import Inspection
 from commlens.numbers.measuring import Named
@@ -117,9 +118,12 @@ def test_a_rank_that_takes_no_part_is_not_waited_for(
     assert caplog.messages[-1].endswith("on 2 ranks after step 30: no difference was found")
 
 
-def test_a_rank_that_never_ends_delays_the_end_by_three_seconds(ranks: Ranks) -> None:
+def test_a_rank_that_never_ends_delays_the_end_for_a_while(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_AT_END_S", 0.5)
     ranks.send(STEP_30, {0: 1.0, 1: 1.0})
-    assert 2.5 < ranks.close([0, 1]) < 6.0
+    assert 0.4 < ranks.close([0, 1]) < 3.5
     ranks.close([2])
 
 
