@@ -127,6 +127,18 @@ def quick_collection_of_garbage() -> None:
     _old_objects.leave_out()
 
 
+@pytest.fixture(autouse=True)
+def no_caches_of_dtensor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the unit tests whose fake worlds use no DTensor, no world empties DTensor's caches: it
+    looks for them among all objects, of which torch's late imports make more and more.
+    """
+    if request.path.parent.name in WITHOUT_DTENSOR and "torch" in sys.modules:
+        monkeypatch.setattr("commlens.tracing.preview.world.clear_caches", lambda: None)
+
+
+WITHOUT_DTENSOR = ("check", "in_flight")  # folders of tests/unit
+
+
 @pytest.fixture
 def shared_data() -> Path:
     """The folder of real dumps that are too large for the repository."""

@@ -252,7 +252,7 @@ _TIMEOUT = (
 def test_groups_in_one_collective_may_be_running_unless_a_log_tells_of_a_timeout(
     tmp_path: Path, mesh: Mesh
 ) -> None:
-    Job(mesh, by_name("healthy-running"), SHORT).write(tmp_path)
+    Job(mesh, by_name("healthy-running"), QUICK).write(tmp_path)
     verdict = diagnose(tmp_path)
     assert (verdict.is_fault, verdict.culprits, verdict.confidence) == (False, [], "low")
     assert verdict.summary.endswith(
@@ -267,7 +267,7 @@ def test_two_faults_of_64_ranks_are_two_root_causes(tmp_path: Path) -> None:
     assert_right(MESHES[64], "stuck-and-mismatch", tmp_path, SHORT)
 
 
-@pytest.mark.parametrize("history", [0, 6], ids=["first-step", "later"])
+@pytest.mark.parametrize("history", [0, 3], ids=["first-step", "later"])
 @pytest.mark.parametrize(
     ("mesh", "ranks", "site"),
     [
