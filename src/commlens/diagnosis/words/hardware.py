@@ -70,20 +70,22 @@ def _is_silent(event: HealthEvent) -> str:
     return f"the file server {event.part} did not respond{until}"
 
 
+def _rise(event: HealthEvent) -> float:
+    """Return by how much a value rose; 0 if that is not known."""
+    before, after = event.before, event.after
+    return after - before if isinstance(before, float) and isinstance(after, float) else 0.0
+
+
 def _stalled(what: str) -> Callable[[HealthEvent], str]:
     def phrase(event: HealthEvent) -> str:
-        known = isinstance(event.before, float) and isinstance(event.after, float)
-        seconds = event.after - event.before if known else 0.0  # type: ignore[operator]
-        waited = f" for {duration(seconds * 1e9)}" if seconds else ""
+        waited = f" for {duration(_rise(event) * 1e9)}" if _rise(event) else ""
         return f"all processes waited for {what}{waited}"
 
     return phrase
 
 
 def _swapped(event: HealthEvent) -> str:
-    known = isinstance(event.before, float) and isinstance(event.after, float)
-    pages = event.after - event.before if known else 0.0  # type: ignore[operator]
-    return f"{size(pages * _PAGE_BYTES)} of memory were read back from swap space"
+    return f"{size(_rise(event) * _PAGE_BYTES)} of memory were read back from swap space"
 
 
 def _clock_was_set(event: HealthEvent) -> str:
