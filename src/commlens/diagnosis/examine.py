@@ -270,26 +270,24 @@ def _with_told(
     show only that its ranks were ended; else a reason for its end as a finding of its own.
     """
     finding = finding_of(told, told_by_logs.words(told))
-    missing = verdict.missing_evidence
     findings = verdict.findings if verdict.is_fault else []
-    if not findings:
-        added = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
-        added.action = action_of(added, hosts=hosts)
-        added.findings = added.findings if added.is_fault else []
-        return added
     follows = isinstance(verdict.cause, Ended)
     was_cancelled = told.ending == "cancelled" and told.before_errors and follows
-    if told.ending not in TELL_WHY and not was_cancelled:
+    if findings and told.ending not in TELL_WHY and not was_cancelled:
         return verdict
-    if follows or (isinstance(verdict.cause, Unrecorded) and told.ending in TAKE_A_PROCESS):
+    takes_a_process = isinstance(verdict.cause, Unrecorded) and told.ending in TAKE_A_PROCESS
+    if findings and not (follows or takes_a_process):
+        finding.root_cause = False
+        findings = [*findings, finding]
+    else:
         for other in findings:
             other.root_cause = False
         findings = [finding, *findings]
-    else:
-        finding.root_cause = False
-        findings = [*findings, finding]
-    added = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    added = Verdict.from_findings(
+        findings, missing_evidence=verdict.missing_evidence, looked_at=looked_at
+    )
     added.action = action_of(added, hosts=hosts)
+    added.findings = added.findings if added.is_fault else []
     return added
 
 

@@ -43,7 +43,12 @@ _DOUBTS: Final[Mapping[DivergedDoubt, str]] = {
 
 def verdict_of(cause: Diverged) -> Verdict:
     """Return the verdict on tensors that ranks have differently."""
-    return Verdict.from_findings([finding(cause)], looked_at=_looked_at(cause))
+    ranks = count(len(cause.ranks), "rank")
+    tensors = f", {count(cause.compared, 'tensor')}" if cause.compared else ""
+    looked_at = f"{ranks}{tensors}, while the job runs"
+    if cause.ops:
+        looked_at = f"{ranks}, {count(cause.compared, 'op')} of step {cause.step}"
+    return Verdict.from_findings([finding(cause)], looked_at=looked_at)
 
 
 def finding(cause: Diverged) -> Finding:
@@ -99,14 +104,6 @@ def words(cause: Diverged) -> Words:
         evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
         would_raise_confidence=cause.doubt and _DOUBTS[cause.doubt],
     )
-
-
-def _looked_at(cause: Diverged) -> str:
-    if cause.ops:
-        ranks, ops = count(len(cause.ranks), "rank"), count(cause.compared, "op")
-        return f"{ranks}, {ops} of step {cause.step}"
-    tensors = f", {count(cause.compared, 'tensor')}" if cause.compared else ""
-    return f"{count(len(cause.ranks), 'rank')}{tensors}, while the job runs"
 
 
 # --- the summary
