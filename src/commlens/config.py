@@ -169,10 +169,6 @@ def _steps(value: Any) -> str:
     return text
 
 
-def _number_checks(value: Any) -> str:
-    return str(parse_number_checks(str(value).strip().lower()))
-
-
 def _command(value: Any) -> str:
     if callable(value):  # of a module that another process can import
         name = f"{value.__module__}:{value.__qualname__}"
@@ -339,7 +335,10 @@ class Settings:
     dump_pipe: str | None = _setting(None, _path, "a path prefix", internal=True)
     check_numbers: str | None = _setting(
         None,
-        _words(dict.fromkeys(_OFF), _number_checks),
+        _words(
+            dict.fromkeys(_OFF),
+            lambda value: str(parse_number_checks(str(value).strip().lower())),
+        ),
         "on, off, every N steps, nan, every-op, tolerance=X, or several of these with commas",
     )
     on_verdict: str | None = _setting(
@@ -588,6 +587,13 @@ def _unknown(name: str, origin: str, written: str | None) -> str:
 # --- the file
 
 
+def _read_file(path: Path) -> str:
+    """Read a file, but not one whose reading may block for ever."""
+    if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
+        raise OSError(0, "it is not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
 def _apply_file(
     layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None
 ) -> None:
@@ -595,10 +601,7 @@ def _apply_file(
     if path is None:
         return
     try:
-        # reading it may block for ever
-        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):
-            raise OSError(0, "it is not a regular file")
-        text = path.read_text(encoding="utf-8")
+        text = _read_file(path)
     except (OSError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return

@@ -490,14 +490,12 @@ class BoxReader:
         entered_ns, returned_ns, began_ns, ended_ns, done_ns = (
             _moment(word, tag, ticks, announced_ns) for word in record[_LIFE_AT : _LIFE_AT + 5]
         )
-        outcome, failure, asked, duration = (
-            word >> 16 if word & L.TAG_MASK == tag else 0 for word in record[_LIFE_AT + 5 :]
-        )
+        outcome, failure, asked, duration = (_value(word, tag) for word in record[_LIFE_AT + 5 :])
         if flags & L.FLAG_ENTERED:
             entered_ns = announced_ns
         # one life word has two meanings: a reduce op, or the rank whose message was received
-        source = asked if flags & L.FLAG_ANY_SOURCE else 0
-        args = self.args[announced.asked, 0 if source else asked] or _lost_args(announced)
+        reduce_op, source = (0, asked) if flags & L.FLAG_ANY_SOURCE else (asked, 0)
+        args = self.args[announced.asked, reduce_op] or _lost_args(announced)
         if args is None:
             return None
         result, how = (outcome >> 8) & 0xFF, outcome & 0xFF
@@ -577,3 +575,8 @@ def _moment(word: int, own: int, ticks: int, announced_ns: int) -> int:
         # Before the announcement: written for an older record whose index ends in the same 16 bits.
         return 0
     return min(announced_ns + passed * L.TICK_NS, INT_MAX)
+
+
+def _value(word: int, own: int) -> int:
+    """Return the value in a life word of the record whose tag is ``own``; 0 if it has none."""
+    return word >> 16 if word & L.TAG_MASK == own else 0

@@ -426,12 +426,14 @@ class CompletionTracker:
             if self.overwritten(index):
                 self.weakly_held.pop(index, None)
                 self._forget_pointers(token)
-            elif not token.waiting and token.work_ref() is None and not token.unknown:
+            elif token.waiting:
+                left.append(token)
+            elif token.work_ref() is None and not token.unknown:
                 token.unknown = True
                 self.writer.mark_outcome(
                     token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN
                 )
-            elif token.waiting or not token.unknown:
+            elif not token.unknown:
                 left.append(token)
         return min(left, key=lambda token: token.index, default=None)
 

@@ -206,8 +206,11 @@ def _apply_to(module: Any, *, late: bool = False) -> None:
         methods = {name: vars(owner)[name] for name in adapter.calls if name in vars(owner)}
         if not methods and _is_of_torch(adapter):
             continue
-        signatures = {name: signature_of(method) for name, method in methods.items()}
-        parameters = {name: each.parameters for name, each in signatures.items() if each}
+        parameters = {
+            name: signature.parameters
+            for name, method in methods.items()
+            if (signature := signature_of(method)) is not None
+        }
         if len(parameters) < len(methods) or not _fits(adapter, parameters):
             _leave_alone(adapter.library)
         elif states.setdefault(adapter.library, "applied") == "applied":
