@@ -40,7 +40,7 @@ PATTERNS = {"search", "match", "fullmatch", "sub", "subn", "findall", "finditer"
 ALLOWED = {
     "blackbox/rank_log:BoxReader._exception": "the text of the exception is the program's",
     "model/verdict_html:_with_ranks": "prints the line unless the summary names it",
-    "reports/terminal:_parts": "prints no sentence twice",
+    "reports/terminal:_evidence": "prints no sentence twice",
     "reports/terminal:_with_source": "prints the line unless the summary names it",
     "testing/observation:_add": "the message is pytest's",
     "testing/observer:SuiteObserver._answer": "prints the summary in one line",
