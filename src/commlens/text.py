@@ -250,14 +250,8 @@ def sentence(text: str) -> str:
 
 def joined(parts: Iterable[str], last: str = "and") -> str:
     """Return the parts as a list in words: ``"a, b and c"``."""
-    items = list(parts)
-    return (
-        items[0]
-        if len(items) == 1
-        else f"{', '.join(items[:-1])} {last} {items[-1]}"
-        if items
-        else ""
-    )
+    *first, end = list(parts) or [""]
+    return f"{', '.join(first)} {last} {end}" if first else end
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

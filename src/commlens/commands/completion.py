@@ -25,11 +25,10 @@ def whole_parser() -> argparse.ArgumentParser:
         if entry.name == "launch":
             parser = _launch_parser(commands, entry.help)
         else:
-            about = documentation(command)
             parser = commands.add_parser(
                 entry.name,
                 help=entry.help,
-                description=about,
+                description=documentation(command),
                 formatter_class=Paragraphs,
                 allow_abbrev=False,
             )

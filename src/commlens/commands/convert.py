@@ -91,8 +91,10 @@ class ConvertCommand:
         finally:
             for text in dict.fromkeys(problems):
                 print(f"commlens: {text}", file=sys.stderr)
-        where = f"{target}/" if in_folder else str(target)
-        print(f"Wrote {operations} operations of {ranks} ranks to {where}", file=sys.stderr)
+        print(
+            f"Wrote {operations} operations of {ranks} ranks to {target}{'/' if in_folder else ''}",
+            file=sys.stderr,
+        )
         return 0
 
 

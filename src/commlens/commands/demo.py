@@ -214,8 +214,12 @@ def differences(verdict: Verdict | None, truth: Truth) -> list[str]:
     """Return how the verdict differs from the known fault, in clauses."""
     if verdict is None:
         return [] if truth.kinds == ("healthy",) else ["no fault was found"]
-    op = verdict.collective.op if verdict.collective else "none"
-    values = {"kind": verdict.kind, "reason": verdict.why, "collective": op, "line": verdict.source}
+    values = {
+        "kind": verdict.kind,
+        "reason": verdict.why,
+        "collective": verdict.collective.op if verdict.collective else "none",
+        "line": verdict.source,
+    }
     expected = {
         "kind": truth.kinds,
         "reason": truth.whys,

@@ -86,7 +86,22 @@ class DiagnoseCommand:
                 " log, /sys, /proc and tables of nvidia-smi"
             ),
         )
-        _add_entries(parser.add_argument_group("the records around the fault, side by side"))
+        entries = parser.add_argument_group("the records around the fault, side by side")
+        entries.add_argument(
+            "--entries",
+            nargs="?",
+            type=_rows,
+            const=0,
+            metavar="N",
+            help=(
+                "show N rows of records, aligned by sequence number; ranks that did the same share"
+                " a column (default: as fits the screen)"
+            ),
+        )
+        entries.add_argument(
+            "--stacks", action="store_true", help="also show the stacks that issued them"
+        )
+        add_selection(entries)
 
     def run(self, arguments: argparse.Namespace) -> int:
         side_by_side = arguments.entries is not None or arguments.stacks
@@ -225,24 +240,6 @@ def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> N
         print(period_words(pause))
     for reached in reached_rates(timed_collectives(logs, pace.timed_span(logs)), logs):
         print(rate_words(reached))
-
-
-def _add_entries(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--entries",
-        nargs="?",
-        type=_rows,
-        const=0,
-        metavar="N",
-        help=(
-            "show N rows of records, aligned by sequence number; ranks that did the same share a"
-            " column (default: as fits the screen)"
-        ),
-    )
-    group.add_argument(
-        "--stacks", action="store_true", help="also show the stacks that issued them"
-    )
-    add_selection(group)
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:

@@ -19,8 +19,7 @@ def print_health(root: Path, topology: Path | None = None) -> None:
     from commlens.health.monitor import look_once
     from commlens.health.topology import read_inventory
 
-    inventory = read_inventory(topology) if topology is not None else None
-    health = look_once(root, inventory=inventory)
+    health = look_once(root, inventory=read_inventory(topology) if topology is not None else None)
     table = health_table(health)
     where = [f"switch {health.leaf}"] if health.leaf else []
     where += [f"rack {health.rack}"] if health.rack else []

@@ -46,9 +46,8 @@ class TraceCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.launch import trace_worker
 
-        program = program_of(arguments, "trace train.py --lr 0.1")
         trace_worker.run(
-            program,
+            program_of(arguments, "trace train.py --lr 0.1"),
             module=arguments.module,
             directory=arguments.output,
             steps=arguments.steps,

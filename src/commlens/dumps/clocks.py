@@ -48,11 +48,10 @@ _Meetings = dict[tuple[ChannelKey, int], _Meeting]
 
 def correct_clocks(logs: Sequence[RankLog]) -> list[str]:
     """Correct the times as :func:`align_clocks` does, and return what was found, in sentences."""
-    ahead = align_clocks(logs)
     return [
         f"The clock of {host} is {duration(abs(offset))} {'ahead' if offset > 0 else 'behind'}; its"
         " times are corrected."
-        for host, offset in ahead.items()
+        for host, offset in align_clocks(logs).items()
         if abs(offset) >= _WORTH_A_WORD_NS
     ]
 

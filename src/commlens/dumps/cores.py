@@ -161,9 +161,12 @@ def _print_stacks(path: str) -> None:
             )
             for thread in get_process_threads_for_core(path, core.extract_executable())
         ]
-        failure = core.extract_failure_info()
-        about = {"pid": core.extract_ps_info()["pid"], "signal": failure.get("si_signo", 0)}
-        print(json.dumps({**about, "threads": threads}))
+        found = {
+            "pid": core.extract_ps_info()["pid"],
+            "signal": core.extract_failure_info().get("si_signo", 0),
+            "threads": threads,
+        }
+        print(json.dumps(found))
     except Exception as error:
         print(json.dumps({"error": str(error)}))
 

@@ -163,8 +163,10 @@ def marked_at(folder: int) -> int | None:
     one.
     """
     marker = read_marker(folder)
-    saved_ns = marker.get("saved_ns") if marker is not None else None
-    return None if marker is None else saved_ns if isinstance(saved_ns, int) else 0
+    if marker is None:
+        return None
+    saved_ns = marker.get("saved_ns")
+    return saved_ns if isinstance(saved_ns, int) else 0
 
 
 def read_marker(folder: int) -> dict[str, Any] | None:

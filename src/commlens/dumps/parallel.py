@@ -116,8 +116,9 @@ def _in_order(
     with ExitStack() as stack:
         workers = os.cpu_count() or 1
         if executor is None and workers > 1 and size >= _PARALLEL_BYTES and _may_fork():
-            context = multiprocessing.get_context("fork")
-            executor = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
+            executor = stack.enter_context(
+                ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+            )
         if executor is None:
             yield from map(read, batches)
             return

@@ -369,8 +369,7 @@ def add_node(
     """
     try:
         with opened_folder(folder) as opened:
-            before = _saved_before(opened, _observed_name(host))
-            times = dict(before.saved)
+            times = dict(_saved_before(opened, _observed_name(host)).saved)
             for each in ranks:
                 whole, partial = job_dirs.box_name(each.rank, each.pid), is_partial(each.box)
                 is_older = partial or times.get(whole, 0) >= each.captured_ns

@@ -90,8 +90,7 @@ def convert(content: bytes, path: Path) -> TraceData:
         _collectives(data, module, children, site)
         _ops(data, module, site)
         waiting += [(child, index) for child in children]
-    total = sum(event.count for event in data.events)
-    data.coverage.dispatched = data.coverage.recorded = total
+    data.coverage.dispatched = data.coverage.recorded = sum(event.count for event in data.events)
     data.coverage.unclassified = sum(event.count for event in data.events if not event.classified)
     return data
 

@@ -169,8 +169,10 @@ def _cell_text(
 ) -> str:
     """Return how the entry ended, with its arguments where they differ from the usual ones."""
     cell = column.cells[row]
+    if cell is None and usual is None:
+        return ""
     if cell is None:
-        return "" if usual is None else "not kept" if column.forgotten[row] else "not issued"
+        return "not kept" if column.forgotten[row] else "not issued"
     name = (
         f" {names.setdefault(cell.stack, f'[{len(names) + 1}]')}"
         if names is not None and cell.stack

@@ -120,7 +120,9 @@ def print_classes(
     """
     parts: list[RenderableType] = []
     for each in classes[:most]:
-        parts += [*([""] if parts else []), *_class(each, whole=whole)]
+        head, *lines = class_lines(each, whole=whole)
+        parts += [*([""] if parts else []), Text(head, style="bold")]
+        parts += [Padding(Text(unbroken(line), overflow="fold"), (0, 0, 0, 2)) for line in lines]
     if len(classes) > most:
         parts += [
             "",
@@ -142,14 +144,6 @@ def class_lines(each: StackRow, *, whole: bool = False) -> list[str]:
     if len(lines) > _MOST_FRAMES and not whole:
         lines[_MOST_FRAMES:] = [f"... {len(lines) - _MOST_FRAMES} more"]
     return [head, *(lines or [f"no stack: {each.note}"]), *(f"also {text}" for text in each.others)]
-
-
-def _class(each: StackRow, *, whole: bool) -> list[RenderableType]:
-    head, *lines = class_lines(each, whole=whole)
-    return [
-        Text(head, style="bold"),
-        *(Padding(Text(unbroken(line), overflow="fold"), (0, 0, 0, 2)) for line in lines),
-    ]
 
 
 def _frame_line(frame: Frame) -> str:

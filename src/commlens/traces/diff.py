@@ -361,8 +361,8 @@ def _without_numbers(kind: ComparedFields) -> ComparedFields:
 def _similarity(name: str, pair: _Pair) -> tuple[str, Hashable]:
     """Return a key of the pairs that one sentence describes, which begins with the change."""
     one, other, _ = pair
-    modules = one.site == other.site, one.owner == other.owner
-    return name, (_without_numbers(one), _without_numbers(other), modules)
+    alike = (one.site == other.site, one.owner == other.owner)
+    return name, (_without_numbers(one), _without_numbers(other), alike)
 
 
 def _similar(amounts: Amounts) -> Iterable[dict[ComparedFields, Fraction]]:
@@ -387,13 +387,9 @@ def _site(kinds: Iterable[ComparedFields]) -> tuple[str | None, int]:
 
 def _model(site: str | None) -> str | None:
     """Return the path to show where the models' class names differ."""
-    return (
-        "the model"
-        if site == _ROOT
-        else site.removeprefix(f"{_ROOT}.")
-        if site is not None
-        else None
-    )
+    if site == _ROOT:
+        return "the model"
+    return None if site is None else site.removeprefix(f"{_ROOT}.")
 
 
 def _pair_change(name: str, group: list[_Pair]) -> Change:

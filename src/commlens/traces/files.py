@@ -54,7 +54,14 @@ def _load_folder(folder: Path, notes: list[str]) -> list[tuple[Path, Trace]]:
     """Load the traces of a folder, at least one; add a note for each other file to ``notes``."""
     traces: list[tuple[Path, Trace]] = []
     skipped: list[str] = []
-    files = _files(folder)
+    try:
+        files = sorted(
+            file
+            for file in folder.iterdir()
+            if file.name.endswith(_ENDINGS) and not file.name.startswith(".")
+        )
+    except OSError as error:
+        raise FormatError(f"{folder} cannot be read: {error.strerror or error}.") from None
     for file in files:
         try:
             traces.append((file, Trace.load(file)))
@@ -67,17 +74,6 @@ def _load_folder(folder: Path, notes: list[str]) -> list[tuple[Path, Trace]]:
         )
     notes += skipped
     return traces
-
-
-def _files(folder: Path) -> list[Path]:
-    try:
-        return sorted(
-            file
-            for file in folder.iterdir()
-            if file.name.endswith(_ENDINGS) and not file.name.startswith(".")
-        )
-    except OSError as error:
-        raise FormatError(f"{folder} cannot be read: {error.strerror or error}.") from None
 
 
 def _different_jobs(traces: Iterable[Trace]) -> list[str]:

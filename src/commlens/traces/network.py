@@ -116,8 +116,7 @@ def estimate(data: TraceData, network: Network | str) -> Estimate:
     setup = SetupEstimate()
     for event in data.events:
         group = data.group_of(event)
-        nodes = nodes_of(group.ranks, net)
-        key = (label(group), len(group.ranks), nodes)
+        key = (label(group), len(group.ranks), nodes_of(group.ranks, net))
         part = setup if data.is_setup(event) else parts.setdefault(key, Part(*key))
         seconds = collective_seconds(
             event.op, group.ranks, event.wire_bytes, net, rank=data.rank, peer=event.peer

@@ -375,8 +375,13 @@ def _place(data: TraceData, event: TraceEvent) -> TracedPlace:
 
 def _content(data: TraceData, event: TraceEvent) -> TracedContent:
     sizes = (0, 0) if event.op in UNEVEN else (event.input_bytes, event.output_bytes)
-    group_size = len(data.group_of(event).ranks)
-    return TracedContent(_place(data, event), group_size, event.dtype, *sizes, event.reduce_op)
+    return TracedContent(
+        _place(data, event),
+        len(data.group_of(event).ranks),
+        event.dtype,
+        *sizes,
+        event.reduce_op,
+    )
 
 
 def _listed(classes: Sequence[Sequence[int]]) -> str:

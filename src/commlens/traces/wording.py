@@ -81,8 +81,7 @@ def cause_words(cause: Redistribution) -> str:
     """Return ``"DTensor Partial(sum) -> Replicate(), to run addmm (implicit)"``."""
     change = f"{placements(cause.before)} -> {placements(cause.after)}"
     needed = f", to run {short_op(cause.op)}" if cause.op else ""
-    asked = "implicit" if cause.implicit else "explicit"
-    return f"DTensor {change}{needed} ({asked})"
+    return f"DTensor {change}{needed} ({'implicit' if cause.implicit else 'explicit'})"
 
 
 def source_words(frame: Frame | None, through: str | None = None) -> str:

@@ -109,8 +109,7 @@ def members(source: Source, problems: list[str], allowance: Allowance) -> Iterat
         return None  # an uncompressed file, like most: not opened again
     stream = source.open()
     try:
-        head = stream.peek(MAGIC_BYTES)
-        kind = archive_kind(head)
+        kind = archive_kind(stream.peek(MAGIC_BYTES))
     except OSError:
         kind = None
     if kind is None:

@@ -41,8 +41,9 @@ def read_table(data: bytes) -> EntryColumns | None:
     if found is None:
         return None
     about, columns, groups, names, signatures, frames, stacks = found
-    by_name = dict(zip(COLUMNS, columns, strict=True))
-    return EntryColumns(about, groups, names, signatures, frames, stacks, by_name)
+    return EntryColumns(
+        about, groups, names, signatures, frames, stacks, dict(zip(COLUMNS, columns, strict=True))
+    )
 
 
 def read_json(data: bytes) -> tuple[Any, bool]:

@@ -152,9 +152,11 @@ class Tracebacks:
         """Parse the first line after the frames of a traceback, which names the exception."""
         traceback = self._reading.pop(rank)
         self._next_rank, self._indent = -1, ""
+        # lines without a rank may be of any process, so that only usual names count
+        pattern = _NAMED if rank >= 0 and traceback.frames else _RAISED
         if traceback.inner_rank_text:
             about.columns.exception += f"{traceback.inner_rank_text} {text[:500]}"
-        elif _is_raised(rank, text, traceback.frames):
+        elif pattern.match(text) and not _NO_WORKER.search(text[:120]):
             self.set_exception(rank, about, text, traceback.frames[::-1])
 
     def set_exception(
@@ -198,13 +200,3 @@ class Tracebacks:
         awaited.lines_left -= 1
         if error or awaited.header_seen or not awaited.lines_left:
             del self._awaited[of]
-
-
-def _is_raised(rank: int, text: str, frames: list[FrameLine]) -> bool:
-    """Return whether the first line after the frames of a traceback names an exception of a
-    worker.
-
-    Lines without a rank may be of any process, so that only usual names of exceptions count.
-    """
-    pattern = _NAMED if rank >= 0 and frames else _RAISED
-    return pattern.match(text) is not None and not _NO_WORKER.search(text[:120])

@@ -123,5 +123,4 @@ def _last_op_phrase(view: RankView | None) -> str:
     op = view.last_op if view is not None else None
     if op is None:
         return ""
-    state = "in flight" if op.in_flight else op.state.value
-    return f"{phrase(op)}, {state}"
+    return f"{phrase(op)}, {'in flight' if op.in_flight else op.state.value}"

@@ -98,10 +98,8 @@ class PageJob:
             group, op = finding.group, finding.collective
             if group is None or op is None or op.peer is not None:
                 continue
-            members = tuple(group.ranks)
-            keys = [
-                key for key in self.index.channels if key[1] == group.name and key[2] == members
-            ]
+            named = (group.name, tuple(group.ranks))
+            keys = [key for key in self.index.channels if key[1:3] == named]
             # A group has a channel for each device type: prefer the one with that collective.
             number = op.sequence_number
             keys.sort(key=lambda key: not any(self.op_of(rank, key, number) for rank in key[2]))

@@ -47,14 +47,16 @@ def others_line(job: PageJob) -> OtherLine | None:
     file = f"{frame.file}:{frame.line}"
     if file == finding.source_file:
         return None
-    place = f"{file} {frame.function}".strip()
-    lines = source_lines(file, frame.function, _captured(job))
-    return OtherLine(format_ranks(ranks[frame]), place, lines)
+    return OtherLine(
+        format_ranks(ranks[frame]),
+        f"{file} {frame.function}".strip(),
+        source_lines(file, frame.function, _captured(job)),
+    )
 
 
 def _captured(job: PageJob) -> int:
-    moments = [view.now_ns for view in job.index.views.values()]
-    return max(moments, default=0) if job.has_times else 0
+    views = job.index.views.values() if job.has_times else ()
+    return max((view.now_ns for view in views), default=0)
 
 
 def source_lines(source_file: str, function: str, captured_ns: int) -> SourceLines | None:

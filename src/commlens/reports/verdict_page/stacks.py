@@ -69,6 +69,9 @@ def _main_stack(job: PageJob, rank: int) -> _ClassKey | None:
 
 def _other_threads(job: PageJob, rank: int) -> list[ThreadStack]:
     log = job.index.views[rank].log
-    stacks = [*log.stacks, *log.observation.stacks]
-    threads = {each.thread: each for each in stacks if not each.is_main and each.frames}
+    threads = {
+        each.thread: each
+        for each in [*log.stacks, *log.observation.stacks]
+        if not each.is_main and each.frames
+    }
     return [threads[number] for number in sorted(threads)][:_OTHER_THREADS_MAX]

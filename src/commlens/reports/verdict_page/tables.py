@@ -186,8 +186,8 @@ def _add_delays(columns: _Columns, tracks: dict[int, Track | None], numbers: Seq
 def _cell(tracks: Mapping[int, Track | None], rank: int, number: int, *, differs: bool) -> Cell:
     track = tracks.get(rank)
     if track is None or number > track.last:
-        absent = "not issued" if rank in tracks else "no record"
-        return Cell(absent, state="absent", differs=differs)
+        op_text = "not issued" if rank in tracks else "no record"
+        return Cell(op_text, state="absent", differs=differs)
     op = track.ops.get(number)
     if op is None:
         return Cell("overwritten", state="overwritten")
