@@ -34,7 +34,20 @@ class ProgressBar:
             return
         self._drawn = now
         if self._bar is None:
-            self._bar, self._task = _bar(self._label, total)
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(),
+                console=Console(stderr=True),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._label, total=total)
         self._bar.update(self._task, completed=done, total=total)
         self._bar.refresh()
 
@@ -57,49 +70,15 @@ def working(label: str) -> Iterator[Callable[[str], None]]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda words: None
         return
-    shown: list[Any] = []
-    latest = [label]
+    from rich.console import Console
 
-    def show() -> None:
-        from rich.console import Console
-
-        status = Console(stderr=True).status(latest[0])
-        status.start()
-        shown.append(status)
-
-    def add(words: str) -> None:
-        latest[0] = f"{label}: {words}"
-        for status in shown:
-            status.update(latest[0])
-
-    timer = threading.Timer(_QUIET_S, show)
+    status = Console(stderr=True).status(label)
+    timer = threading.Timer(_QUIET_S, status.start)
     timer.daemon = True
     timer.start()
     try:
-        yield add
+        yield lambda words: status.update(f"{label}: {words}")
     finally:
         timer.cancel()
         timer.join()
-        for status in shown:
-            status.stop()
-
-
-def _bar(label: str, total: int) -> tuple[Any, Any]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
-    bar.start()
-    return bar, bar.add_task(label, total=total)
+        status.stop()

@@ -107,13 +107,16 @@ class LogParser:
         # torch knows the rank: its store was reached
         self._job.store_lines = []
 
-    def _about(self, rank: int) -> RankLines | None:
-        """Return what lines have said about a rank so far; None for a rank beyond the limit."""
-        if rank not in self._ranks:
-            if len(self._ranks) >= _RANKS_MAX:
-                return None
-            self._ranks[rank] = RankLines(RankColumns(source=self._source, origin=TEXT_LOG))
-        return self._ranks[rank]
+    def _about(self, rank: int) -> RankLines:
+        """Return what lines have said about a rank so far. Of ranks beyond the limit, nothing is
+        kept.
+        """
+        about = self._ranks.get(rank)
+        if about is None:
+            about = RankLines(RankColumns(source=self._source, origin=TEXT_LOG))
+            if len(self._ranks) < _RANKS_MAX:
+                self._ranks[rank] = about
+        return about
 
     def add_line(self, line: str) -> None:
         """Parse one line. If it continues the message of the line before, join it to that line."""
@@ -133,8 +136,6 @@ class LogParser:
         self._add_rank_ending(text)
         rank, text = self._tracebacks.rank_and_text(rank, text, self._last_worker)
         about = self._about(rank)
-        if about is None:
-            return
         about.columns.captured_ns = L.parse_time(line) or about.columns.captured_ns
         self._tracebacks.add_last_error(rank, text)
         self._add_watchdog_line(rank, about, text, group)
@@ -189,8 +190,8 @@ class LogParser:
             return
         worker, self._worker = self._worker, {}
         rank = int(worker.get("rank", -1))
-        about = self._about(rank) if rank >= 0 else None
-        if about is not None:
+        if rank >= 0:
+            about = self._about(rank)
             ended_ns = L.parse_torchrun_time(worker.get("time", ""))
             about.columns.host = worker.get("host", "")
             about.columns.observation = _observed(int(worker["exit"]), ended_ns)
@@ -202,9 +203,9 @@ class LogParser:
             return
         rank = self._global.get(ending.rank, ending.rank) if ending.is_local else ending.rank
         self._job.only_local = self._job.only_local or (ending.is_local and not self._global)
-        if (about := self._about(rank)) is not None:
-            about.columns.host = ending.host or about.columns.host
-            about.columns.observation = _observed(ending.code)
+        columns = self._about(rank).columns
+        columns.host = ending.host or columns.host
+        columns.observation = _observed(ending.code)
 
     # --- torch's watchdog
 
@@ -227,7 +228,7 @@ class LogParser:
             self._stack_of, about.stack = rank, []
         elif self._stack_of is not None and rank in (self._stack_of, -1):
             # its lines have no prefix
-            self._add_stack_line(self._ranks[self._stack_of], text)
+            self._add_stack_line(self._about(self._stack_of), text)
         about.columns.device_assertion = about.columns.device_assertion or clean(
             parse_device_assertion(text)
         )
@@ -286,9 +287,9 @@ class LogParser:
         if len(group_ranks) < 2:
             return
         for (rank, number), timeout in unknown.unassigned.items():
-            if rank is not None and (about := self._about(rank)) is not None:
-                about.columns.timed_out = True
-                about.unassigned[rank, number] = timeout
+            if rank is not None:
+                self._about(rank).columns.timed_out = True
+                self._about(rank).unassigned[rank, number] = timeout
         unknown.unassigned = {
             key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None
         }
@@ -312,12 +313,11 @@ class LogParser:
         for process, rank in self._nccl.ranks().items():
             about = self._about(rank)
             self._job.store_lines = []  # the rank has reached torch's store
-            if about is not None and "CCL" in about.columns.exception:
+            if "CCL" in about.columns.exception:
                 about.columns.warnings += self._nccl.warnings.get(process, ())
                 about.columns.host = about.columns.host or process[0]
         for rank, place in self._nccl.places().items():
-            if (about := self._about(rank)) is not None:
-                about.add_place(rank, place)
+            self._about(rank).add_place(rank, place)
         self._job.communicators = self._nccl.communicators()
 
     def _match_last_errors(self) -> None:
