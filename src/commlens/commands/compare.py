@@ -77,13 +77,14 @@ class CompareCommand:
         from commlens.traces.files import read_ranks
 
         with working("Comparing traces"):
-            before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
-            comparison = compare_ranks(before.ranks, after.ranks)
-        comparison.notes += [*before.notes, *after.notes]
+            before, notes = read_ranks([arguments.before])
+            after, more_notes = read_ranks([arguments.after])
+            comparison = compare_ranks(before, after)
+        comparison.notes += [*notes, *more_notes]
         if arguments.html:
             page = compare_page(
-                before.ranks,
-                after.ranks,
+                before,
+                after,
                 comparison,
                 names=(printable(arguments.before), printable(arguments.after)),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
 from commlens.commands.progress import working
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
     from commlens.reports.stacks_terminal import StackRow
     from commlens.watch.other_nodes import OtherNodes
-
-
-class FoundRanks(NamedTuple):
-    """The ranks of a job with their stacks."""
-
-    logs: Sequence[RankLog]
-    elsewhere: OtherNodes | None = None  # the other nodes' answers; None: the job has one node
 
 
 class StacksCommand:
@@ -58,13 +51,14 @@ class StacksCommand:
         from commlens.reports.stacks_terminal import merge_stacks, print_classes
 
         with working("Reading the ranks' stacks"):
-            found = read_stacks(arguments.job, arguments.job_name, native=arguments.native)
-        logs = found.logs
+            logs, elsewhere = read_stacks(
+                arguments.job, arguments.job_name, native=arguments.native
+            )
         worlds = logs[0].worlds if logs else ONE_WORLD
         with naming_worlds(worlds):
             classes = merge_stacks(logs)
-        if found.elsewhere is not None:
-            classes = with_alike_ranks(classes, found.elsewhere)
+        if elsewhere is not None:
+            classes = with_alike_ranks(classes, elsewhere)
         if arguments.json:
             print_json(classes)
             return 0
@@ -82,7 +76,7 @@ class StacksCommand:
                 most=len(classes) if arguments.all else 20,
                 whole=arguments.whole or arguments.native,
             )
-        for line in found.elsewhere.lines if found.elsewhere is not None else ():
+        for line in elsewhere.lines if elsewhere is not None else ():
             print(f"\n{line}")
         return 0
 
@@ -107,8 +101,10 @@ def with_alike_ranks(classes: Sequence[StackRow], elsewhere: OtherNodes) -> list
     return sorted(found, key=lambda each: (len(each.ranks), each.ranks))
 
 
-def read_stacks(wanted: str | None, job_name: str | None, *, native: bool = False) -> FoundRanks:
-    """Return the ranks of a job with their stacks.
+def read_stacks(
+    wanted: str | None, job_name: str | None, *, native: bool = False
+) -> tuple[Sequence[RankLog], OtherNodes | None]:
+    """Return the ranks of a job with their stacks, and the other nodes' answers if it is recorded.
 
     If the job is recorded, the stacks come from its black boxes, and the ranks of other nodes, or
     of other worlds that share a group with it, are included. Else py-spy reads the stacks.
@@ -131,10 +127,10 @@ def read_stacks(wanted: str | None, job_name: str | None, *, native: bool = Fals
     if recorded is not None:
         return recorded
     worlds = look_at(find_worlds(wanted, job_name), window_s=0.5, native=native)
-    return FoundRanks([sample.log for sample in SeenJob(worlds).samples])
+    return [sample.log for sample in SeenJob(worlds).samples], None
 
 
-def _recorded(wanted: str | None) -> FoundRanks | None:
+def _recorded(wanted: str | None) -> tuple[Sequence[RankLog], OtherNodes] | None:
     """Return the ranks of a recorded job; None if none has this name or pid, or if several run that
     share no group.
     """
@@ -160,7 +156,7 @@ def _recorded(wanted: str | None) -> FoundRanks | None:
     for log in filter(_is_stale, far):
         log.stacks = []
         log.observation.stacks_note = "it runs; its stack can be read on its node"
-    return FoundRanks(sorted(logs, key=lambda log: log.rank), elsewhere)
+    return sorted(logs, key=lambda log: log.rank), elsewhere
 
 
 def _is_stale(log: RankLog) -> bool:

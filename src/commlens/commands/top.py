@@ -196,7 +196,7 @@ def _show(jobs: list[_Job], interval_s: float) -> None:
 
     view = View(jobs=len(jobs))
     console = Console(highlight=False, markup=False, emoji=False)
-    with _keys() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         status = jobs[0].read()
         due = time.monotonic()  # the first frame knows no movement yet: the next one follows soon
         pause = min(0.5, interval_s)
@@ -204,7 +204,7 @@ def _show(jobs: list[_Job], interval_s: float) -> None:
             with naming_worlds(status.verdict.worlds):
                 screen = _screen(status, view, narrow=console.width < NARROW)
                 live.update(draw(screen, view, console.width, console.height), refresh=True)
-            key = wait_for_key(max(0.0, due + pause - time.monotonic()))
+            key = _next_key(max(0.0, due + pause - time.monotonic()))
             before = view.job
             if key is not None:
                 view.press(key, len(screen.rows))
@@ -229,21 +229,18 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
     return Screen(status, rows, lines, tuple(headings), stack)
 
 
-class _Keys:
-    """Waits for keys on the terminal."""
-
-    def __call__(self, seconds: float) -> str | None:
-        """Return the next key; None after so many seconds without one."""
-        if not select.select([sys.stdin], [], [], seconds)[0]:
-            return None
-        pressed = os.read(sys.stdin.fileno(), 32)
-        if not pressed:
-            return "q"  # the terminal is gone
-        return _KEYS.get(pressed) or pressed[:1].decode("ascii", "replace")
+def _next_key(seconds: float) -> str | None:
+    """Return the next key; None after so many seconds without one."""
+    if not select.select([sys.stdin], [], [], seconds)[0]:
+        return None
+    pressed = os.read(sys.stdin.fileno(), 32)
+    if not pressed:
+        return "q"  # the terminal is gone
+    return _KEYS.get(pressed) or pressed[:1].decode("ascii", "replace")
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[_Keys]:
+def _single_keys() -> Iterator[None]:
     """Switch the terminal to single keys without echo, and back."""
     import termios
     import tty
@@ -251,6 +248,6 @@ def _keys() -> Iterator[_Keys]:
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
-        yield _Keys()
+        yield
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -163,11 +163,10 @@ def _read(arguments: argparse.Namespace) -> tuple[RankTraces, list[str]]:
     """Return the traces that are asked for, with the times of profiles, and notes about them."""
     try:
         with working("Reading traces"):
-            read = read_ranks(arguments.paths)
+            ranks, notes = read_ranks(arguments.paths)
     except FormatError as error:
         raise _unless_dump(arguments.paths, error) from None
-    ranks = read.ranks
-    for note in read.notes:
+    for note in notes:
         _print_note(note)
     if arguments.rank is not None:
         if arguments.rank not in ranks.by_rank:
@@ -178,7 +177,7 @@ def _read(arguments: argparse.Namespace) -> tuple[RankTraces, list[str]]:
         ranks = RankTraces([ranks[arguments.rank]])
     if arguments.profile:
         ranks = _with_profiles(ranks, arguments.profile)
-    return ranks, read.notes
+    return ranks, notes
 
 
 def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:

@@ -193,7 +193,13 @@ def _logs_of_job(
     _add_observations(kept, observed)
     logs = [box.log for box in kept] + _logs_without_box(kept, observed, job, problems)
     logs.sort(key=lambda log: log.rank)
-    _add_health(logs, observed)
+    # each node's newest health belongs to the first log of its ranks
+    known = [(one.host, (one.health, one)) for one in observed if one.health is not None]
+    for several in grouped(known).values():
+        health, newest = max(several, key=lambda each: each[0].taken_ns)
+        first = next((log for log in logs if log.rank in newest.ranks), None)
+        if first is not None:
+            first.health = health
     return logs
 
 
@@ -393,16 +399,6 @@ def _add_observations(boxes: list[_Box], observed: list[_Observed]) -> None:
         is_in_memory = box.path.resolve().parent.parent.name.startswith("commlens-")
         if not (is_in_memory and _runs_here(box.status)):
             box.log.captured_ns = max(last_sign[box.path.parent], box.log.observation.seen_ns)
-
-
-def _add_health(logs: Sequence[RankLog], observed: Iterable[_Observed]) -> None:
-    """Add each node's newest health to the first log of its ranks."""
-    known = [(one.host, (one.health, one)) for one in observed if one.health is not None]
-    for several in grouped(known).values():
-        health, newest = max(several, key=lambda each: each[0].taken_ns)
-        first = next((log for log in logs if log.rank in newest.ranks), None)
-        if first is not None:
-            first.health = health
 
 
 def _logs_without_box(

@@ -63,7 +63,13 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
         frames = main.frames if main is not None else ()
         note = "" if frames else seen.stacks_note or "it has no Python stack"
         state = "" if seen.state in UNREMARKABLE else process_phrase(seen)
-        found.setdefault((_key(frames), state, note), []).append((log, frames, note))
+        # C++ frames hold addresses, and commlens's own differ between equal ranks, too
+        place = tuple(
+            (frame.file, frame.line, frame.function)
+            for frame in frames
+            if frame.kind not in (FrameKind.COMMLENS, FrameKind.NATIVE)
+        )
+        found.setdefault((place, state, note), []).append((log, frames, note))
     classes = [
         StackRow(
             sorted(log.rank for log, _, _ in members),
@@ -75,17 +81,6 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
         for key, members in found.items()
     ]
     return sorted(classes, key=lambda each: (len(each.ranks), each.ranks))
-
-
-def _key(frames: Stack) -> tuple[object, ...]:
-    """Return the frames that must be equal within a class. C++ frames, which hold addresses, and
-    commlens's own frames are left out: they differ between equal ranks.
-    """
-    return tuple(
-        (frame.file, frame.line, frame.function)
-        for frame in frames
-        if frame.kind not in (FrameKind.COMMLENS, FrameKind.NATIVE)
-    )
 
 
 def _other_threads(logs: Iterable[RankLog]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlens.errors import CommandError, FormatError
@@ -15,20 +14,11 @@ from commlens.traces.trace import Trace
 _ENDINGS = (".json", ".json.gz")
 
 
-@dataclass
-class ReadTraces:
-    """The traces that were read, and notes about files that were not."""
+def read_ranks(paths: Sequence[str | Path]) -> tuple[RankTraces, list[str]]:
+    """Return the traces, one per rank, of files and of folders with ``*.json`` and ``*.json.gz``
+    files, and notes on other files of a folder and on traces that are hardly of one job.
 
-    ranks: RankTraces
-    # sentences: files of a folder that are not traces, and traces that are hardly of one job
-    notes: list[str] = field(default_factory=list)
-
-
-def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
-    """Read traces, one per rank, from files and from folders with ``*.json`` and ``*.json.gz``
-    files.
-
-    A named file must be a trace; other files of a folder are skipped and noted.
+    A named file must be a trace.
 
     Raises:
         FormatError: a named file is not a trace, or a folder has none.
@@ -47,7 +37,7 @@ def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
                 )
             traces[rank] = (file, trace)
     found_traces = [trace for _, trace in traces.values()]
-    return ReadTraces(RankTraces(found_traces), [*notes, *_different_jobs(found_traces)])
+    return RankTraces(found_traces), [*notes, *_different_jobs(found_traces)]
 
 
 def _load_folder(folder: Path, notes: list[str]) -> list[tuple[Path, Trace]]:

@@ -66,7 +66,7 @@ def test_only_stacks_of_ranks_that_moved_since_are_read_anew(
     monkeypatch.setattr("commlens.watch.snapshot.snapshot", lambda *_, **__: logs)
     monkeypatch.setattr("commlens.outside.find_ranks.find_worlds", lambda *_: [None])
     monkeypatch.setattr("commlens.outside.look.look_at", lambda *_, **__: [HostSamples("", seen)])
-    lines = {log.rank: log.main_stack.frames[0].line for log in read_stacks(None, None).logs}
+    lines = {log.rank: log.main_stack.frames[0].line for log in read_stacks(None, None)[0]}
     assert lines == {0: 10, 1: 21, 2: 30}
 
 
@@ -85,7 +85,7 @@ def test_jobs_that_run_are_one_only_if_they_meet(
     monkeypatch.setattr("commlens.watch.asked_worlds.logs_of_other_worlds", lambda *_: others)
     monkeypatch.setattr("commlens.outside.find_ranks.find_worlds", refuse)
     if shown:
-        assert [log.rank for log in read_stacks(None, None).logs] == shown
+        assert [log.rank for log in read_stacks(None, None)[0]] == shown
     else:
         with pytest.raises(CommandError):
             read_stacks(None, None)
