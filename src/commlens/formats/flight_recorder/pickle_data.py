@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from commlens.errors import FormatError
@@ -45,14 +44,6 @@ _UINT64: Final = struct.Struct("<Q").unpack_from
 _FLOAT: Final = struct.Struct(">d").unpack_from
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
-    """The data in a pickle."""
-
-    value: Any
-    truncated: bool = False  # ``value`` holds what was complete before the cut
-
-
 class _Truncated(Exception):
     """The data ends inside an opcode."""
 
@@ -71,9 +62,9 @@ class _Stopped(Exception):
         self.at = at
 
 
-def read_pickle(data: bytes) -> Pickled:
+def read_pickle(data: bytes) -> tuple[Any, bool]:
     """Return the data in a pickle: dicts, lists, tuples, strings, bytes, numbers, booleans and
-    None.
+    None; and whether it is truncated: the data is what was complete before the cut.
 
     Containers may be shared or contain themselves, so callers must not follow them without a limit.
 
@@ -83,7 +74,7 @@ def read_pickle(data: bytes) -> Pickled:
     """
     stacks: list[list[Any]] = [[]]
     try:
-        return Pickled(_execute(data, stacks))
+        return _execute(data, stacks), False
     except _Stopped as stopped:
         at, cause = stopped.at, stopped.__cause__
         if isinstance(cause, _Refused):
@@ -92,7 +83,7 @@ def read_pickle(data: bytes) -> Pickled:
         is_past_end = at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data)
         has_wrong_index = isinstance(cause, (IndexError, struct.error))
         if isinstance(cause, _Truncated) or (has_wrong_index and is_past_end):
-            return Pickled(_salvage(stacks), truncated=True)
+            return _salvage(stacks), True
         if has_wrong_index:
             raise FormatError(
                 f"It is damaged: its instructions do not fit together at byte {at}."

@@ -110,8 +110,8 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
     try:
         table = read_table(data)
         if table is None:
-            pickled = read_pickle(data)
-            table = build_table(pickled.value, truncated=pickled.truncated)
+            value, truncated = read_pickle(data)
+            table = build_table(value, truncated=truncated)
         return columns_from_table(table, source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None

@@ -102,7 +102,9 @@ class PageJob:
             keys = [key for key in self.index.channels if key[1:3] == named]
             # A group has a channel for each device type: prefer the one with that collective.
             number = op.sequence_number
-            keys.sort(key=lambda key: not any(self.op_of(rank, key, number) for rank in key[2]))
+            keys.sort(
+                key=lambda key: not any(self.op_of(rank, key, number) for rank in self.index.views)
+            )
             if keys and all(known[:2] != (keys[0], number) for known in found):
                 found.append((keys[0], number, finding))
         return found

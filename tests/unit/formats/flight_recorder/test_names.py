@@ -35,6 +35,8 @@ def test_names(name, expected):
         ("[0, one]", ()),
         ("[0, -1]", ()),
         ("[0, 123456789012345, 5]", ()),
+        ("[0" + 100_000 * " ", ()),
+        ("[" + 50_000 * "1, " + "]", ()),
     ],
 )
 def test_a_list_of_ranks_is_read_as_a_whole_or_not_at_all(

@@ -17,7 +17,7 @@ from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 def test_any_protocol_that_python_saves_again(protocol):
     value = dump([entry(number) for number in range(1200)])
     data = pickle.dumps(value, protocol)
-    assert read_pickle(data).value == value
+    assert read_pickle(data) == (value, False)
     rows = read_flight_recorder_pickle(data, "rank_3")
     assert len(rows) == 1200 and len(rows.call_stacks) == 1
 

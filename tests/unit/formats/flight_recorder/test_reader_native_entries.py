@@ -30,8 +30,8 @@ needs_native = pytest.mark.skipif(not reader.AVAILABLE, reason="the reader in C 
 
 
 def in_python(data: bytes) -> EntryColumns:
-    found = pickle_data.read_pickle(data)
-    return entries.build_table(found.value, truncated=found.truncated)
+    value, truncated = pickle_data.read_pickle(data)
+    return entries.build_table(value, truncated=truncated)
 
 
 def plain(table: EntryColumns) -> dict[str, Any]:
