@@ -93,22 +93,15 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
         width: columns.
         height: lines.
     """
-    head = Text(screen.job.heading, style="bold", no_wrap=True, overflow="ellipsis")
-    style = _STYLES.get(screen.job.verdict.kind, "red") if screen.job.needs_attention else "green"
-    answer = Text(sentence(screen.job.answer), style=style)
-    steps = Text(
-        screen.job.steps if screen.job.needs_attention else "",
-        style="dim",
-        no_wrap=True,
-        overflow="ellipsis",
-    )
-    lines: list[RenderableType] = [head, *_wrapped(answer, width, _ANSWER_LINES)]
-    if steps.plain:
-        lines.append(steps)
-    lines += [
-        Text(line, style="dim", no_wrap=True, overflow="ellipsis")
-        for line in screen.job.other_nodes[:_NODES_MAX]
+    job = screen.job
+    style = _STYLES.get(job.verdict.kind, "red") if job.needs_attention else "green"
+    lines: list[RenderableType] = [
+        _cut(job.heading, "bold"),
+        *_wrapped(Text(sentence(job.answer), style=style), width, _ANSWER_LINES),
     ]
+    if job.steps and job.needs_attention:
+        lines.append(_cut(job.steps, "dim"))
+    lines += [_cut(line, "dim") for line in job.other_nodes[:_NODES_MAX]]
     left = height - len(lines) - 2  # the table's heading and the keys
     stack = screen.stack if view.stack else []
     for_stack = min(len(stack) + 1, int(left * _STACK_SHARE)) if stack else 0
@@ -118,15 +111,12 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
     lines.append(_table(screen, view, room, width))
     if for_stack:
         lines.append(Text("-" * min(width, 40), style="dim"))
-        lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in stack[: for_stack - 1]]
+        lines += [_cut(line) for line in stack[: for_stack - 1]]
     # of the parts, the table has more than one line: its heading, which is counted, and the rows
     used_lines = len(lines) + min(room, len(screen.rows))
     lines += [Text("")] * max(0, height - used_lines - 1)
-    shown = (
-        f"{view.first + 1}-{min(len(screen.rows), view.first + room)} of {len(screen.rows)} by"
-        f" {view.order}"
-    )
-    foot = f"{KEYS} | {shown}"
+    last = min(len(screen.rows), view.first + room)
+    foot = f"{KEYS} | {view.first + 1}-{last} of {len(screen.rows)} by {view.order}"
     lines.append(
         Text(
             foot[: width - 1].ljust(width - 1),
@@ -137,6 +127,10 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
         )
     )
     return Group(*lines)
+
+
+def _cut(line: str, style: str = "") -> Text:
+    return Text(line, style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _wrapped(text: Text, width: int, most: int) -> list[Text]:
