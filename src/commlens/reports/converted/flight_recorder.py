@@ -60,11 +60,10 @@ def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
     entries = list(_entries(rows))
     unnamed = len(rows) - len(entries)
     if unnamed:
-        left_out = (
-            f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'}"
-            " left out"
+        problems.append(
+            f"rank {rows.rank}: {count(unnamed, 'message')} to or from an unknown rank"
+            f" {'was' if unnamed == 1 else 'were'} left out: the format cannot represent them."
         )
-        problems.append(f"rank {rows.rank}: {left_out}: the format cannot represent them.")
     return {
         "version": VERSION,
         "pg_config": {

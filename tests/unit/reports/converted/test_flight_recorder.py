@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import Job, Op, Stay, Step, all_reduce, at, mixed, spec
+from flight_recorder_dumps import columns_from_table, dump, entry
 
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
@@ -154,5 +155,29 @@ def test_an_empty_log(kind: str) -> None:
     log, *_ = Job(4).run(mixed(lambda *_: None)).logs()
     log.collectives = []
     content = (to_pickle if kind == "pickle" else to_json)(columns_from_log(log), [])
-    dump = pickle.loads(content) if kind == "pickle" else json.loads(content)
-    assert (dump["entries"], dump["pg_config"], dump["version"]) == ([], {}, "2.10")
+    found = pickle.loads(content) if kind == "pickle" else json.loads(content)
+    assert (found["entries"], found["pg_config"], found["version"]) == ([], {}, "2.10")
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "left_out"),
+    [
+        (["nccl:send 0->1"], "", "1 message to or from an unknown rank was left out"),
+        (
+            ["nccl2:recv 1<-?", "nccl2:recv 1<-?"],
+            "[0, 1]",
+            "2 messages to or from an unknown rank were left out",
+        ),
+    ],
+)
+def test_messages_with_an_unknown_rank_are_left_out_and_told(
+    names: list[str], ranks: str, left_out: str
+) -> None:
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    entries = [entry(number, name) for number, name in enumerate(names)]
+    problems: list[str] = []
+    rows = columns_from_table(dump([*entries, entry(5)], pg_config=groups))
+    rows.rank = 1
+    written = pickle.loads(to_pickle(rows, problems))
+    assert [each["profiling_name"] for each in written["entries"]] == ["nccl:all_reduce"]
+    assert problems == [f"rank 1: {left_out}: the format cannot represent them."]
