@@ -93,10 +93,11 @@ def read_kineto(path: Path) -> KinetoTrace:
         kernels=[],
     )
     base = file.baseTimeNanoseconds
-    launched: dict[Any, int] = {}
-    for event in file.traceEvents:
-        if event.cat in _LAUNCHES and isinstance(event.ts, float) and "correlation" in event.args:
-            launched[event.args["correlation"]] = base + round(event.ts * 1000)
+    launched = {
+        event.args["correlation"]: base + round(event.ts * 1000)
+        for event in file.traceEvents
+        if event.cat in _LAUNCHES and isinstance(event.ts, float) and "correlation" in event.args
+    }
     for event in file.traceEvents:
         if event.ph == "X" and isinstance(event.ts, float):
             _add(found, event, base, launched)

@@ -307,7 +307,8 @@ def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
     """
     tests = [(field(name), values_in(data, name, value)) for name, value in wanted.items()]
 
-    def holds(test: Field, values: Iterable[Any], group: ProcessGroup, event: TraceEvent) -> bool:
+    def holds(test: Field, values: Iterable[Any], event: TraceEvent) -> bool:
+        group = data.group_of(event)
         return any(
             (
                 bool(value(test.get(group, event)))
@@ -317,9 +318,6 @@ def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
             for value in values
         )
 
-    found = []
-    for event in data.events:
-        group = data.group_of(event)
-        if all(holds(test, values, group, event) for test, values in tests):
-            found.append(event)
-    return found
+    return [
+        event for event in data.events if all(holds(test, values, event) for test, values in tests)
+    ]

@@ -54,12 +54,11 @@ def join(data: TraceData, path: Path) -> tuple[TraceData, str]:
             f"{path} has none of the trace's collectives: they were issued at other times."
         )
     durations = _kernels(issues, profile.kernels) | _on_cpu(data, issues, profile)
-    events = []
-    for index, event in enumerate(data.events):
-        if index in durations:
-            duration, overlapped = durations[index]
-            event = msgspec.structs.replace(event, duration_ns=duration, overlapped_ns=overlapped)
-        events.append(event)
+    events = list(data.events)
+    for index, (duration, overlapped) in durations.items():
+        events[index] = msgspec.structs.replace(
+            events[index], duration_ns=duration, overlapped_ns=overlapped
+        )
     text = (
         f"{number(len(durations))} of {count(len(data.events), 'collective')} have their time from"
         f" {path.name}"
