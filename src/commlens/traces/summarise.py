@@ -4,7 +4,7 @@ self-check in words.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -188,12 +188,14 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     called = {module.path for module in data.modules}
     shared = {module.path: module.other_paths for module in data.modules if module.other_paths}
     order = _call_order(data)
-    events_inside: dict[str, list[TraceEvent]] = defaultdict(list)
-    for site, events in at_site.items():
-        for path in wording.prefixes(site):
-            # a container that is never called, such as a ModuleList, gets no row
-            if path in called or path == site or "." not in path:
-                events_inside[path] += events
+    events_inside = grouped(
+        (path, event)
+        for site, events in at_site.items()
+        for path in wording.prefixes(site)
+        # a container that is never called, such as a ModuleList, gets no row
+        if path in called or path == site or "." not in path
+        for event in events
+    )
     names = folded(events_inside)
     rows: dict[str, ModuleTotal] = {}
     first: dict[str, str] = {}  # a row's name -> the path of its module that was called first
@@ -218,11 +220,8 @@ def _call_order(data: TraceData) -> dict[str, int]:
     """Return each path's position in the order of first calls; a parent takes that of its first
     called child.
     """
-    places: dict[str, int] = {}
-    for place, module in enumerate(data.modules):
-        for path in wording.prefixes(module.path):
-            places.setdefault(path, place)
-    return places
+    last_first = reversed(list(enumerate(data.modules)))  # so that the first call stays
+    return {path: place for place, one in last_first for path in wording.prefixes(one.path)}
 
 
 def _sort_key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:

@@ -74,10 +74,12 @@ def time_of(data: TraceData, event: TraceEvent) -> Time | None:
 
 def blocked_spans(data: TraceData) -> dict[int, list[Span]]:
     """Return when each thread was blocked in collectives of a CPU's backend."""
-    spans: dict[int, list[Span]] = {}
-    for event in data.events:
-        if event.returned_ns and data.group_of(event).backend in CPU_BACKENDS:
-            spans.setdefault(event.thread, []).extend(_blocked(event))
+    spans = grouped(
+        (event.thread, span)
+        for event in data.events
+        if event.returned_ns and data.group_of(event).backend in CPU_BACKENDS
+        for span in _blocked(event)
+    )
     return {thread: union(each) for thread, each in spans.items()}
 
 

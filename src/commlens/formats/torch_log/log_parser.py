@@ -14,7 +14,6 @@ become columns of rank 1 with an all_reduce of number 8 in flight, and with an e
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from textwrap import shorten
 from typing import Final
 
@@ -32,6 +31,7 @@ from commlens.formats.torch_log.rank_lines import GroupLines, JobLines, RankLine
 from commlens.formats.torch_log.tracebacks import FRAMES_MAX, Tracebacks
 from commlens.model.cause import OF_THE_STORE
 from commlens.model.device_assertion import ASSERTED, parse_device_assertion
+from commlens.model.grouping import grouped
 from commlens.model.ranklog import End, Observation
 from commlens.text import clean, signal_name
 
@@ -322,17 +322,19 @@ class LogParser:
 
     def _match_last_errors(self) -> None:
         """Find the ranks of processes by a warning that is the last error of one rank alone."""
-        said: dict[str, set[str]] = defaultdict(set)
-        for (_, pid), warnings in self._nccl.warnings.items():
-            for warning in warnings:
-                said[warning.partition("NCCL WARN ")[2].strip()].add(pid)
-        raised: dict[str, set[int]] = defaultdict(set)
-        for rank, about in self._ranks.items():
-            raised[about.columns.exception.partition("\nLast error:\n")[2]].add(rank)
+        said = grouped(
+            (warning.partition("NCCL WARN ")[2].strip(), pid)
+            for (_, pid), warnings in self._nccl.warnings.items()
+            for warning in warnings
+        )
+        raised = grouped(
+            (about.columns.exception.partition("\nLast error:\n")[2], rank)
+            for rank, about in self._ranks.items()
+        )
         for text, pids in said.items():
-            ranks = raised.get(text, set())
-            if len(pids) == 1 == len(ranks):
-                self._nccl.note_rank(pids.pop(), min(ranks))
+            ranks = raised.get(text, [])
+            if len({*pids}) == len(ranks) == 1:
+                self._nccl.note_rank(pids[0], ranks[0])
 
     def _assign_unnamed_errors(self) -> None:
         """Give what C++ and the device print without a rank to the rank whose exception is of the

@@ -205,11 +205,11 @@ def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tupl
     Args:
         edges: by pair of classes, the ranks of the first class that wait for the second.
     """
-    after: dict[int, set[int]] = defaultdict(set)
-    for start, end in edges:
-        # ranks may wait within their class; the graph shows which classes hold it up
-        if start != end:
-            after[start].add(end)
+    # ranks may wait within their class; the graph shows which classes hold it up
+    after = {
+        start: {*ends}
+        for start, ends in grouped(pair for pair in edges if pair[0] != pair[1]).items()
+    }
 
     def reached(starts: Iterable[int]) -> set[int]:
         seen: set[int] = set()
