@@ -84,7 +84,7 @@ def merge_stacks(logs: Sequence[RankLog]) -> list[StackRow]:
 
 
 def _other_threads(logs: Iterable[RankLog]) -> list[str]:
-    found: list[str] = []
+    found: dict[str, None] = {}
     for log in logs:
         main = log.main_stack
         for stack in [*log.observation.stacks, *log.stacks]:
@@ -98,9 +98,8 @@ def _other_threads(logs: Iterable[RankLog]) -> list[str]:
                     f"{rank_phrase(log.rank)}, {stack.name or f'thread {stack.thread}'}:"
                     f" {line.where} {line.function}"
                 )
-                if text not in found:
-                    found.append(text)
-    return found[:8]
+                found[text] = None
+    return list(found)[:8]
 
 
 def print_classes(

@@ -411,19 +411,23 @@ def _count_sentences(
     """Return the differences of two counts by place, largest first. Modules that differ only in a
     number share a sentence.
     """
-    found: dict[Hashable, list[tuple[TracedPlace, int, int]]] = {}
-    for place in {**theirs, **mine}:
-        difference = mine[place] - theirs[place]
-        if difference:
-            op, group, phase, site = place
-            pattern = None if site is None else wording.pattern(site)
-            alike = op, group, phase, pattern, difference
-            found.setdefault(alike, []).append((place, mine[place], theirs[place]))
+    alike = grouped(
+        (
+            (_without_numbers(place), mine[place] - theirs[place]),
+            (place, mine[place], theirs[place]),
+        )
+        for place in {**theirs, **mine}
+        if mine[place] != theirs[place]
+    )
     largest_first = sorted(
-        found.values(),
+        alike.values(),
         key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)),
     )
     return [_count_sentence(these, others, places) for places in largest_first]
+
+
+def _without_numbers(place: TracedPlace) -> TracedPlace:
+    return place._replace(site=None if place.site is None else wording.pattern(place.site))
 
 
 def _count_sentence(these: str, others: str, found: list[tuple[TracedPlace, int, int]]) -> str:
