@@ -155,13 +155,15 @@ class RankTraces:
 
     def _deviations(self) -> list[Deviation]:
         """Return the stages and groups whose ranks issued different collectives there."""
-        found = []
-        for stage in self.stages:
-            for label, members in self._members().items():
-                classes = self._classes([rank for rank in stage if rank in members], [label])
-                if len(classes) > 1:
-                    found.append(Deviation(stage, label, classes))
-        return found
+        members = self._members().items()
+        found = [
+            Deviation(
+                stage, label, self._classes([each for each in stage if each in ranks], [label])
+            )
+            for stage in self.stages
+            for label, ranks in members
+        ]
+        return [each for each in found if len(each.classes) > 1]
 
     def answer(self) -> str:
         """Say in one sentence whether all ranks issued the same collectives, or all ranks of each
@@ -469,14 +471,14 @@ def find_stages(by_rank: Mapping[int, TraceData]) -> list[list[int]]:
     around a ring, as in context parallelism: the first stage receives no activations. Ranks at the
     same position of their pipelines are one stage.
     """
-    positions: dict[int, list[tuple[str, int]]] = {rank: [] for rank in by_rank}
-    for label, edges in _messages(by_rank).items():
-        for ranks in _components(edges):
-            if _is_pipeline(ranks, edges, by_rank, label):
-                for position, rank in enumerate(ranks):
-                    if rank in positions:
-                        positions[rank].append((label, position))
-    stages = grouped((tuple(sorted(where)), rank) for rank, where in positions.items())
+    positions = grouped(
+        (rank, (label, position))
+        for label, edges in _messages(by_rank).items()
+        for ranks in _components(edges)
+        if _is_pipeline(ranks, edges, by_rank, label)
+        for position, rank in enumerate(ranks)
+    )
+    stages = grouped((tuple(sorted(positions.get(rank, ()))), rank) for rank in by_rank)
     return [stages[where] for where in sorted(stages)]
 
 
