@@ -157,9 +157,7 @@ class RankTraces:
         """Return the stages and groups whose ranks issued different collectives there."""
         members = self._members().items()
         found = [
-            Deviation(
-                stage, label, self._classes([each for each in stage if each in ranks], [label])
-            )
+            Deviation(stage, label, self._classes(sorted(ranks & {*stage}), [label]))
             for stage in self.stages
             for label, ranks in members
         ]

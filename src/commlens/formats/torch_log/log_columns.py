@@ -114,10 +114,11 @@ def _add_group(
     # 0 on all of them.
     name = group.name or ("0" if group.is_default else "")
     timeouts = known.timeouts
-    for timeout in timeouts.values():
-        is_unaligned = not name or watchdog_wire_op(timeout.op) in NO_SEQUENCE_OPS
-        if is_unaligned and not timeout.has_failed:
-            columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
+    columns.timeouts += [
+        f"{_timed_out(each)}{_group_phrase(group)}"
+        for each in timeouts.values()
+        if not each.has_failed and (not name or watchdog_wire_op(each.op) in NO_SEQUENCE_OPS)
+    ]
     if not name:
         return
     channel = Channel(
