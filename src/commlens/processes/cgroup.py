@@ -60,27 +60,24 @@ class Cgroup:
         return found
 
     def read(self) -> Counters:
-        """Read the counters."""
-        throttled_s: float | None = None
-        for folder in self.cpu:
-            stat = _counters(folder / "cpu.stat")
-            if "throttled_usec" in stat:
-                throttled_s = stat["throttled_usec"] / 1e6
-            elif "throttled_time" in stat:
-                throttled_s = stat["throttled_time"] / 1e9
-            if throttled_s is not None:
-                break
-        kills: int | None = None
-        pressure: float | None = None
-        for folder in self.memory:
-            for name in ("memory.events", "memory.oom_control"):
-                if kills is None:
-                    kills = _counters(folder / name).get("oom_kill")
-            if pressure is None:
-                pressure = _full_avg10(folder / "memory.pressure")
-        if pressure is None:
-            pressure = _full_avg10(Path("/proc/pressure/memory"))
-        return Counters(throttled_s, kills, pressure)
+        """Read the counters, each from the first file that has it."""
+        stats = map(_counters, (folder / "cpu.stat" for folder in self.cpu))
+        throttled_s = (
+            stat[name] / per_s
+            for stat in stats
+            for name, per_s in (("throttled_usec", 1e6), ("throttled_time", 1e9))
+            if name in stat
+        )
+        events = (
+            _counters(folder / name)
+            for folder in self.memory
+            for name in ("memory.events", "memory.oom_control")
+        )
+        kills = (each["oom_kill"] for each in events if "oom_kill" in each)
+        files = [folder / "memory.pressure" for folder in self.memory]
+        pressures = map(_full_avg10, [*files, Path("/proc/pressure/memory")])
+        pressure = next((each for each in pressures if each is not None), None)
+        return Counters(next(throttled_s, None), next(kills, None), pressure)
 
 
 def _counters(path: Path) -> dict[str, int]:

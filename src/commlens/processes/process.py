@@ -34,7 +34,8 @@ _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
 _BOX: Final = re.compile(rb"/rank\d+\.\d+\.box\b")
 _COMMAND_MAX: Final = 80
-_CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
+# a command line with code in it, and its beginning up to the code
+_CODE: Final = re.compile(r"^([^ ]*(?: -[^ ]*)*? -[A-Za-z]*c)(?: .*)?$", re.DOTALL)
 _DESCENDANTS_MAX: Final = 256
 _FILE_MAX: Final = 1 << 24
 _NETLINK_SOCK_DIAG: Final = 4
@@ -206,24 +207,17 @@ def command_line(pid: int, most: int = 400) -> str:
 
 def short_command_of(pid: int) -> str:
     """Return the command line of a process without code that it holds: ``"python -c '...'"``."""
-    command = command_line(pid)
-    words = command.split(" ")
-    for position, word in enumerate(words[1:], 1):
-        if _CODE_FOLLOWS.fullmatch(word):
-            return " ".join([*words[: position + 1], "'...'"])
-        if not word.startswith("-"):
-            break
-    return command
+    return _CODE.sub(r"\1 '...'", command_line(pid))
 
 
 def script_of(command: str) -> str:
     """Return the program in a Python command line, without the interpreter and its options;
     ``"python -c '...'"`` for code.
     """
+    if _CODE.match(command):
+        return INLINE_CODE
     words = command.split(" ")
     for position, word in enumerate(words[1:], 1):
-        if _CODE_FOLLOWS.fullmatch(word):
-            return INLINE_CODE
         if word == "-m":
             return _cut(" ".join(words[position + 1 :]))
         if not word.startswith("-"):

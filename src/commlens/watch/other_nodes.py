@@ -168,7 +168,11 @@ def _lines(
     return [
         *(problem for node in answers for problem in node.problems),
         *filter(None, [unread]),
-        *map(_silent_line, silent),
+        *(
+            f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer. Its watcher said last:"
+            f" {_state(beat)}."
+            for beat in silent
+        ),
         *other_node_lines(left, here),
     ]
 
@@ -209,13 +213,6 @@ def other_node_lines(beats: Sequence[Beat], here: Sequence[int]) -> list[str]:
         for beat in sorted(beats, key=lambda one: one.order)
         if beat.ranks and not set(beat.ranks) & set(here)
     ]
-
-
-def _silent_line(beat: Beat) -> str:
-    return (
-        f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer. Its watcher said last:"
-        f" {_state(beat)}."
-    )
 
 
 def _not_asked_lines(beats: Sequence[Beat]) -> list[str]:

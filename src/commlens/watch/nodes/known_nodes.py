@@ -213,12 +213,6 @@ class KnownNodes:
         slots = [known.beat.slot for known in self.peers(mine)]
         return {slot: self.last_evidence[slot] for slot in slots if slot in self.last_evidence}
 
-    def ranks_that_left_evidence(self, mine: Beat) -> set[int]:
-        """Return the ranks of the nodes that have left their last evidence."""
-        return {
-            rank for slot in self.evidence_left(mine) for rank in self._by_slot[slot].beat.ranks
-        }
-
     # --- which values to read
 
     def to_read(self, mine: Beat, now: float) -> tuple[list[int], list[int]]:

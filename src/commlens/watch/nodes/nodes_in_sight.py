@@ -169,8 +169,11 @@ class NodesInSight:
     def ranks(self) -> set[int]:
         """The ranks of the other nodes that live or have left their evidence."""
         with self._changed:
-            left = self._known.ranks_that_left_evidence(self._mine)
-        return left | {rank for beat in self.others for rank in beat.ranks}
+            left = self._known.evidence_left(self._mine).keys()
+            gone = [
+                known.beat for known in self._known.peers(self._mine) if known.beat.slot in left
+            ]
+        return {rank for beat in (*self.others, *gone) for rank in beat.ranks}
 
     @property
     def dead_elsewhere(self) -> list[int]:

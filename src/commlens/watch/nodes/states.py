@@ -48,10 +48,9 @@ class States(msgspec.Struct, array_like=True):
 
     def add(self, other: States) -> None:
         """Add the ranks of other nodes. What was added before may be added again."""
-        for state, mask in other.by_key.items():
-            self.by_key[state] = self.by_key.get(state, 0) | mask
-        for pose, mask in other.poses.items():
-            self.poses[pose] = self.poses.get(pose, 0) | mask
+        for own, added in ((self.by_key, other.by_key), (self.poses, other.poses)):
+            for state, mask in added.items():
+                own[state] = own.get(state, 0) | mask
         self.alone |= other.alone
         self.too_many |= other.too_many or len(self.by_key) > STATES_MAX
 
