@@ -7,6 +7,7 @@ ranks and is taken so seldom that it stays below 0.5% of one core.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -78,7 +79,6 @@ class Slowness:
     def __init__(self, health: HealthOfNode | None = None) -> None:
         self._health = health
         self._due = 0.0
-        self._failed = False
         self._paces: list[Pace] = []
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
         self._meter = PaceMeter(time.time_ns())
@@ -119,17 +119,18 @@ class Slowness:
         """
         news: list[Verdict | Line] = []
         try:
-            if now >= self._meet_at and not self._failed:
+            if now >= self._meet_at:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
             here = (member for member in members if member.alive and member.here)
             ranks = [member for member in here if member.box is not None and member.rank >= 0]
-            if self._observer is not None and not self._failed:
+            if self._observer is not None:
                 # what that cost is rested before the next sample
                 self._due += self._rest_s(lambda: news.extend(self._explain(ranks))) - INTERVAL_S
-            if now >= self._due and not self._failed and self._may_sample(ranks, now):
+            if now >= self._due and self._may_sample(ranks, now):
                 self._due = now + self._rest_s(lambda: news.extend(self._sample(members, ranks)))
         except Exception as error:  # stalls and deaths are still reported
-            self._failed = True
+            self._due = self._meet_at = math.inf
+            self._observer = None
             log.warning(
                 "commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error
             )

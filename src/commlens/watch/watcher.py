@@ -387,7 +387,7 @@ class Watcher:
         it reported.
         """
         nodes = self._nodes
-        if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
+        if not nodes.meet(self._roster.current(), self._mismatches.verification.comparison.digests):
             return
         line = self._lost_store.take_line(nodes, self._roster.current())
         if line and not self._is_explained:

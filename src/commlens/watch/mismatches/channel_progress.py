@@ -155,13 +155,8 @@ class Discrepancy:
 
     @property
     def passed(self) -> int:
-        """How many sequence numbers the slowest rank of this node is past it; negative: before."""
+        """How many sequence numbers the slowest rank of this node is past it; negative: before, so
+        that it is not certain which rank is the odd one.
+        """
         newest = self.progress.newest
         return min(newest.get(rank, 0) for rank in self.progress.local_ranks) - self.sequence_number
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all ranks of this node have reached it. Before that, it is not certain which rank
-        is the odd one.
-        """
-        return self.passed >= 0

@@ -18,7 +18,7 @@ from typing import Final
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
 from commlens.text import ranks_phrase
-from commlens.watch.mismatches.channel_progress import MAX_PENDING, Blocks, Discrepancy
+from commlens.watch.mismatches.channel_progress import MAX_PENDING, Discrepancy
 from commlens.watch.mismatches.comparison import SignatureComparison
 from commlens.watch.mismatches.record_reader import RecordReader
 from commlens.watch.roster import Member, Roster
@@ -71,7 +71,7 @@ class DeferredVerification:
         self._members: tuple[tuple[int, int, bool], ...] = ()
         self._readers: list[RecordReader] = []
         self._is_alone = True  # the world has one rank, which has nothing to disagree with
-        self._comparison = SignatureComparison(())
+        self.comparison = SignatureComparison(())
         self._missed_before = 0  # by readers of former ranks
 
     def poll(self, now: float) -> None:
@@ -87,10 +87,10 @@ class DeferredVerification:
             with contextlib.suppress(FormatError):  # the roster reports it
                 read += reader.poll(self.budget.records_per_rank, ended=reader.rank in ended)
         self.records += read
-        for discrepancy in self._comparison.discrepancies:
+        for discrepancy in self.comparison.discrepancies:
             discrepancy.seen_at = now
-        self.discrepancies += self._comparison.discrepancies
-        self._comparison.discrepancies = []
+        self.discrepancies += self.comparison.discrepancies
+        self.comparison.discrepancies = []
         self.budget.charge(self._clock() - began, read / len(self._readers))
 
     def _follow(self, members: list[Member]) -> None:
@@ -107,7 +107,7 @@ class DeferredVerification:
         self._members = now
         self._is_alone = max((member.world_size for member in members), default=0) < 2
         self._missed_before = self.missed
-        self._comparison = SignatureComparison(rank for _, rank, _ in now)
+        self.comparison = SignatureComparison(rank for _, rank, _ in now)
         self._readers = []
         for member in members:
             if member.box is not None and member.rank >= 0:
@@ -115,7 +115,7 @@ class DeferredVerification:
                     if member.box.identity.about.get("joined"):
                         continue  # its numbers are the backend's, which may differ between ranks
                     self._readers.append(
-                        RecordReader(self._comparison, member.rank, BoxTail(member.box))
+                        RecordReader(self.comparison, member.rank, BoxTail(member.box))
                     )
 
     @property
@@ -125,20 +125,14 @@ class DeferredVerification:
         """
         return self._missed_before + sum(reader.tail.missed for reader in self._readers)
 
-    def digests(self) -> dict[str, list[Blocks]]:
-        """Return what was issued on the channels that reach other nodes, in a form that nodes can
-        compare.
-        """
-        return self._comparison.digests()
-
     def times(self, discrepancy: Discrepancy) -> int:
         """Return how often the channel's ranks have disagreed on this aspect so far."""
-        return self._comparison.disagreement_counts[(discrepancy.channel.key, discrepancy.aspect)]
+        return self.comparison.disagreement_counts[(discrepancy.channel.key, discrepancy.aspect)]
 
     @property
     def gaps(self) -> str:
         """Description of the records that were not compared; empty if all were."""
-        missed, given_up = self.missed, self._comparison.given_up
+        missed, given_up = self.missed, self.comparison.given_up
         parts = []
         if missed:
             ranks = [reader.rank for reader in self._readers if reader.tail.missed]

@@ -343,7 +343,7 @@ def _complete(found: Sequence[Discrepancy], seen_until: float) -> list[Discrepan
     return [
         each
         for each in found
-        if each.answer is not None and (each.is_complete or each.seen_at <= seen_until)
+        if each.answer is not None and (each.passed >= 0 or each.seen_at <= seen_until)
     ]
 
 

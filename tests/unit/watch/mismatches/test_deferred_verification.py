@@ -253,7 +253,7 @@ def test_the_records_of_a_rank_far_ahead_are_not_kept_forever() -> None:
         for _ in range(256):
             node.ranks[0].issue(root, ranks=(0, 1))
         node.look()
-    (progress,) = node.verification._comparison._channels.values()
+    (progress,) = node.verification.comparison._channels.values()
     assert len(progress.first_issue) <= MAX_PENDING + 1
     for _ in range(40 * 256):
         node.ranks[1].issue(root, ranks=(0, 1))
@@ -270,7 +270,7 @@ def test_ever_changing_shapes_are_not_kept_forever(monkeypatch: pytest.MonkeyPat
         node.all(all_reduce(i + 1), ranks=(0, 1))
         if i % 10 == 0:
             assert node.look() == []
-    table = node.verification._comparison.signatures
+    table = node.verification.comparison.signatures
     assert len(table.signatures) <= 101
     assert len(table._ids) <= 51
 

@@ -60,7 +60,7 @@ def test_legal_programs_are_not_reported(
 
     node, said = watched(Job(size).run(program), seed, capacity=capacity, everywhere=everywhere)
     assert said == [], [verdict.summary for verdict in said]
-    assert not any(node.verification._comparison.disagreement_counts.values())
+    assert not any(node.verification.comparison.disagreement_counts.values())
 
 
 @settings(SLOW, max_examples=examples(120))
