@@ -131,16 +131,13 @@ def error_lines(one: RankProcess) -> list[str]:
     found: list[str] = []
     seen: set[str] = set()
     for descriptor in (2, 1):
-        try:
+        with contextlib.suppress(OSError):
             target = str(Path(f"/proc/{one.pid}/fd/{descriptor}").readlink())
             path = Path(f"/proc/{one.pid}/root{target}")
-            if target in seen or not path.is_file():
-                continue
-            seen.add(target)
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LOG_TAIL))
-                lines = file.read(_LOG_TAIL).decode("utf-8", "replace").splitlines()
-        except OSError:
-            continue
-        found += [clean(line.strip()[:_LINE_MAX]) for line in lines if _ERROR.search(line)]
+            if target not in seen and path.is_file():
+                seen.add(target)
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - _LOG_TAIL))
+                    lines = file.read(_LOG_TAIL).decode("utf-8", "replace").splitlines()
+                found += [clean(line.strip()[:_LINE_MAX]) for line in lines if _ERROR.search(line)]
     return found[-_LINES_MAX:]

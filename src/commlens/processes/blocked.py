@@ -159,18 +159,14 @@ def _lock(pid: int, descriptor: int) -> ProcessWait:
     lists a lock and then its waiters.
     """
     path = _target(pid, descriptor)
-    holder, number, waits = 0, "", False
-    for line in read_lines("/proc/locks"):
-        found = re.match(r"(\d+): (-> )?(?:\S+\s+){3}(-?\d+) ", line)
-        if found is None:
-            continue
-        if not found[2]:
-            number, holder = found[1], int(found[3])
-        elif int(found[3]) == pid and found[1] == number:
-            waits = True
-            break
-    if not waits:
+    # each line with the number of a lock, the arrow of a process that waits for it, and the pid
+    lines = "\n".join(read_lines("/proc/locks"))
+    rows = re.findall(r"^(\d+): (-> )?(?:\S+\s+){3}(-?\d+) ", lines, re.MULTILINE)
+    awaited = {number for number, arrow, waiter in rows if arrow and int(waiter) == pid}
+    holders = [int(each) for number, arrow, each in rows if number in awaited and not arrow]
+    if not holders:
         return ProcessWait()
+    holder = holders[0]
     lock = f"it waits for the lock of {path or 'a file'}"
     if holder <= 0:
         return ProcessWait(lock)
