@@ -332,7 +332,7 @@ class Nodes(Gathering):
         with self._changed:
             self._contact.note_answer(now)
             self._known.note(beats, now)
-            self._note_requests(beats, mine, now)
+            self._note_requests(beats, now)
         self._read_evidence(client, beats)
         if self._asked or any(beat.news or beat.dead for beat in beats):
             self._wake()

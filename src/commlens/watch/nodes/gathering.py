@@ -58,13 +58,16 @@ class Gathering(NodesInSight):
                 self._evidence = evidence
             elif self._collecting is not None and self._collecting.request.id == request.id:
                 self._collecting.add_own(evidence)
+            if self._asked == request:  # it was seen again while it was answered
+                self._asked = None
             self._mine = msgspec.structs.replace(self._mine, answered=request.id)
         self._poke.set()
 
-    def _note_requests(self, beats: Sequence[Beat], mine: Beat, now: float) -> None:
+    def _note_requests(self, beats: Sequence[Beat], now: float) -> None:
         """Note a request of the reporter for the watcher to take. It stays in the reporter's beat
         until the next request, so it is seen again and again. Called with the lock.
         """
+        mine = self._mine
         for beat in beats:
             request = beat.asked
             # for a moment, two nodes may both mean to report

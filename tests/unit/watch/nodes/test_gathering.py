@@ -8,6 +8,7 @@ import time
 import pytest
 
 from commlens.watch.nodes import states_tree
+from commlens.watch.nodes.beat import Beat, Request
 from commlens.watch.nodes.gathering import Gathering
 from commlens.watch.nodes.states import States
 
@@ -31,3 +32,16 @@ def test_states_that_come_too_late_are_not_added_to_those_that_were_returned(
     collecting.add(1, States({b"late": 2}))
     (states,) = found
     assert states is not None and states.by_key == {b"own": 1}
+
+
+def test_a_request_that_is_seen_again_while_it_is_answered_is_answered_once() -> None:
+    node = Gathering("host1", None)
+    node.update(slot=1, ranks=[1])
+    reporter = Beat(0, "host0", [0], asked=Request(1, 0))
+    node._note_requests([reporter], 1.0)
+    request = node.take_request()
+    assert request is not None
+    node._note_requests([reporter], 2.0)  # the exchange goes on while the evidence is packed
+    node.answer(request, b"evidence")
+    node._note_requests([reporter], 3.0)
+    assert node.take_request() is None
