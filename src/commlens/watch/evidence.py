@@ -149,7 +149,7 @@ class Evidence:
             return None
         self.remote |= {node.host: node for node in few.nodes.values()}
         problems += [problem for node in few.nodes.values() for problem in node.problems]
-        problems += [*map(_unanswered, few.silent), *self.nodes.sentences_on_lost()]
+        problems += map(_unanswered, few.silent)
         return self._complete(
             Collected(few.logs, problems, few.nodes, alike=few.alike, poses=few.poses)
         )
@@ -168,7 +168,7 @@ class Evidence:
         known: Mapping[int, remote_evidence.NodeEvidence] = MappingProxyType({}),
     ) -> Collected:
         """Return the logs of the other nodes' ranks if this node reports for the job; otherwise
-        only what is missing.
+        nothing.
 
         Args:
             records_of: returns how many of its newest records each of so many ranks sends.
@@ -176,7 +176,7 @@ class Evidence:
             known: the evidence of nodes that were asked before, by slot.
         """
         if self.nodes.reporter is not None:
-            return Collected(problems=self.nodes.sentences_on_lost())
+            return Collected()
         asked = [beat for beat in self.nodes.others if not slots or beat.slot in slots]
         answers, silent = self.nodes.gather(
             lambda slot, content: remote_evidence.unpack(content, self.nodes.host(slot)),
@@ -186,7 +186,7 @@ class Evidence:
         self.remote |= {node.host: node for node in answers.values()}
         nodes = {**known, **answers}
         problems = [problem for node in nodes.values() for problem in node.problems]
-        problems += [*map(_unanswered, silent), *self.nodes.sentences_on_lost()]
+        problems += map(_unanswered, silent)
         return Collected([log for node in nodes.values() for log in node.logs], problems, nodes)
 
     def _with_logs_here(self, found: Collected) -> Collected:
@@ -198,6 +198,7 @@ class Evidence:
         """Add the logs of other worlds and what is known of lost nodes, and give all clocks one
         time.
         """
+        found.problems += self.nodes.sentences_on_lost()
         found.lost = self.nodes.lost(_NODE_SILENT_S)
         found.vanished = find_vanished(found.lost, found.logs)
         found.problems += correct_clocks(found.logs)

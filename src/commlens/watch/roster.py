@@ -149,7 +149,8 @@ class Roster:
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # a write to wake_fileno ends wait(), which returns the bytes
+        self._wake_read, self.wake_fileno = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
         self._seen: dict[Path, int] = {}  # when each folder had changed that was read
@@ -160,11 +161,6 @@ class Roster:
         # dropped when a member is added, removed or gets its rank
         self._current: list[Member] | None = None
         self._ready: set[int] = set()  # descriptors that the last wait returned
-
-    @property
-    def wake_fileno(self) -> int:
-        """A write to this descriptor ends :meth:`wait`, which returns the bytes."""
-        return self._wake_write
 
     def refresh(self) -> list[Member]:
         """Find new processes and new boxes. Returns the new members."""
@@ -385,7 +381,7 @@ class Roster:
 
     def __del__(self) -> None:
         os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self.wake_fileno)
 
 
 def children_workers(parent: int) -> Workers:

@@ -119,7 +119,7 @@ def test_no_node_is_asked_once_all_have_left() -> None:
 
 
 def evidence_with(elsewhere: list[list[RankLog]], folder: Path) -> Evidence:
-    nodes = SimpleNamespace(reporter=None, lost=lambda _: [])
+    nodes = SimpleNamespace(reporter=None, lost=lambda _: [], sentences_on_lost=list)
     worlds = SimpleNamespace(
         gather=lambda: (elsewhere, []), note_joined=lambda _: None, out_of_sight=set()
     )
