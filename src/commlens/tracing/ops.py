@@ -15,6 +15,7 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from array import array
@@ -49,21 +50,13 @@ from commlens.tracing.raw_event import RawEvent
 
 _SETTLE_AT = 50_000  # ten thousand ops
 _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
-_BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = (
-    Phase.BACKWARD,
-    Phase.RECOMPUTATION,
-    Phase.OPTIMIZER,
-    Phase.OUTSIDE,
-)
-_Tensor = torch.Tensor
-_NO_NODE = -2
 _SPECS_LIMIT = 1_000
+_Tensor = torch.Tensor
 
-Place = ModuleCall | Phase | tuple[Phase, str | None]
-"""Where an op runs: the call in whose forward it runs, a phase outside of all modules, or the phase
-and path of a module. The hot path takes what it has at hand; ``_phase_and_path`` makes a phase and
-a path of each.
-"""
+Place = ModuleCall | tuple[Phase, str | None]
+"""Where an op runs: the call in whose forward it runs, or the phase and path of a module."""
+_OPTIMIZER: Place = (Phase.OPTIMIZER, None)
+_OUTSIDE: Place = (Phase.OUTSIDE, None)
 
 
 class ArgumentLayout(NamedTuple):
@@ -115,8 +108,7 @@ class _ThreadNow:
 
     __slots__ = (
         "issued",
-        "last_call",
-        "last_node",
+        "last",
         "last_place",
         "optimizer_pass",
         "optimizer_steps",
@@ -131,8 +123,7 @@ class _ThreadNow:
         # nodes that recompute a forward, each with its backward pass; the innermost is the last
         self.recomputing: list[tuple[int, int]] = []
         # Consecutive ops mostly run in one autograd node and module call: their place is kept.
-        self.last_node = _NO_NODE
-        self.last_call: ModuleCall | None = None
+        self.last: tuple[int, ModuleCall | None, bool] | None = None
         self.last_place: Place = _OUTSIDE
 
 
@@ -142,33 +133,10 @@ class _ThreadState(threading.local):
         self.here = _ThreadNow()
 
 
-def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run an op and record it: the mode's ``__torch_dispatch__``. What DTensor runs on fake tensors
-    to learn a shape is not of the program, so it is left out.
-    """
-    if DTensor in types:
-        return self._leave_to_dtensors(func, args)
-    if AsyncCollectiveTensor in types:
-        return NotImplemented  # the wait comes here next, then the op again
-    kind = _known.get(id(func))
-    if kind is None:
-        kind = _known[id(func)] = _OpSchema(func)
-    if kind.communicates:
-        return self._run_collective(kind, args, kwargs or {})
-    result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
-    known_as_real = type(result) is _Tensor and not result.is_meta  # the cheapest question first
-    if kind.is_tensor_op and (known_as_real or not (_is_fake(result) and _in_propagation())):
-        shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
-        self._fresh += (func, self._place(), None, shapes, self._sequence)
-    return result
-
-
 class OpsMode(EagerMode):
     """Records ops while it is entered. It may be entered again after it was left, but not
     nested.
     """
-
-    is_left_to_eager = leave_to_eager(_dispatch.__code__)
 
     def __init__(
         self,
@@ -188,7 +156,6 @@ class OpsMode(EagerMode):
         self.rows: dict[str, ModuleRow] = {}
         """Modules seen in backward, by path. Their forward may have run before the tracer started.
         """
-        self._backward_places: dict[ModuleRow, tuple[Phase, str]] = {}
         self._modules = modules
         self._on_collective = on_collective
         self._shapes = shapes
@@ -202,7 +169,6 @@ class OpsMode(EagerMode):
         self._layouts: dict[Any, ArgumentLayout] = {}
         # by the specs' ids; with the specs, which stay alive so that no other one gets their ids
         self._layouts_of_specs: dict[tuple[int, ...], tuple[ArgumentLayout, Any]] = {}
-        self._meshes: dict[int, Any] = {}  # by id: the meshes that the layouts are of, kept alive
         self._sequence = 0
         self._thread = _ThreadState()
         self._hooks: list[Any] = []
@@ -233,8 +199,7 @@ class OpsMode(EagerMode):
         self._hooks = []
         self._on_collective.remove(self._issued)
         self._settle()
-        self._meshes = {}
-        self._layouts_of_specs = {}
+        self._layouts, self._layouts_of_specs = {}, {}
         self._thread = _ThreadState()
 
     def clear(self) -> None:
@@ -244,7 +209,6 @@ class OpsMode(EagerMode):
             self._fresh.clear()
             self._sequence = 0
             self.rows.clear()
-            self._backward_places.clear()
 
     def records(self) -> list[OpRecord]:
         """Return all ops so far, in order."""
@@ -253,41 +217,56 @@ class OpsMode(EagerMode):
 
     def traced_ops(self) -> Iterator[TracedOp]:
         """Yield the same ops in the form of a trace."""
-        placements: dict[int, str] = {}
+        printed = functools.cache(str)
         for record, after in zip(self.records(), self._after, strict=True):
             layout = record.layout
+            shapes = layout.shapes if layout is not None else record.shapes
             yield TracedOp(
                 name=str(record.op),
                 before_sequence=after + 1,
                 phase=record.phase,
                 site=record.site,
-                input_shapes=tuple(
-                    tuple(shape) for shape in (layout.shapes if layout else record.shapes)
-                ),
-                input_placements=_printed(layout, placements) if layout else (),
+                input_shapes=tuple(tuple(shape) for shape in shapes),
+                input_placements=tuple(map(printed, layout.placements)) if layout else (),
                 mesh=layout.mesh if layout else None,
             )
 
     # --- the hot path
 
-    __torch_dispatch__ = _dispatch
-
-    def _leave_to_dtensors(self, func: Any, args: Any) -> Any:
-        """Record an op of DTensors, which run first; the ops that they issue come here
-        afterwards.
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and record it. What DTensor runs on fake tensors to learn a shape is not of the
+        program, so it is left out.
         """
-        if not isinstance(func, HigherOrderOperator):
-            self._fresh += (func, self._place(), _specs(args), (), self._sequence)
-        return NotImplemented
+        if DTensor in types:  # it runs first; the ops that it issues come here afterwards
+            if not isinstance(func, HigherOrderOperator):
+                self._fresh += (func, self._place(), _specs(args), (), self._sequence)
+            return NotImplemented
+        if AsyncCollectiveTensor in types:
+            return NotImplemented  # the wait comes here next, then the op again
+        kind = _known.get(id(func))
+        if kind is None:
+            kind = _known[id(func)] = _OpSchema(func)
+        if kind.communicates:
+            return self._run_collective(kind, args, kwargs or {})
+        result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
+        known_as_real = (
+            type(result) is _Tensor and not result.is_meta
+        )  # the cheapest question first
+        if kind.is_tensor_op and (known_as_real or not (_is_fake(result) and _in_propagation())):
+            self._fresh += (func, self._place(), None, self._shapes_of(args), self._sequence)
+        return result
+
+    is_left_to_eager = leave_to_eager(__torch_dispatch__.__code__)
+
+    def _shapes_of(self, args: Any) -> tuple[Any, ...]:
+        return tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
 
     def _run_collective(self, kind: _OpSchema, args: Any, kwargs: Any) -> Any:
         """Run and record an op that communicates. If the tap reports no collective meanwhile, tell
         the listeners of it: it issued none that could be seen.
         """
         scope, thread = functional_scope, self._thread.here
-        place = self._place()
-        shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
-        before = self._sequence
+        noted = (kind.op, self._place(), None, self._shapes_of(args), self._sequence)
         issued, outer = thread.issued, scope.packet
         if kind.packet is not None:
             scope.packet = kind.packet
@@ -295,10 +274,10 @@ class OpsMode(EagerMode):
             result = kind.op(*args, **kwargs)
         finally:
             scope.packet = outer
-        self._fresh += (kind.op, place, None, shapes, before)
+        self._fresh += noted
         if thread.issued == issued:
             for listener in self.on_unissued:
-                listener(kind.packet or kind.op._overloadpacket, *_phase_and_path(place))
+                listener(kind.packet or kind.op._overloadpacket, *_phase_and_path(noted[1]))
         return result
 
     def _issued(self, event: RawEvent) -> None:
@@ -310,31 +289,27 @@ class OpsMode(EagerMode):
     # --- where an op runs
 
     def _place(self) -> Place:
-        """Return where this thread's op runs. In a backward pass, consecutive ops of one autograd
-        node and module call share the answer.
-        """
+        """Return where this thread's op runs."""
         stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
         if node is None:  # no backward runs on this thread
             return call or (_OPTIMIZER if here.optimizer_steps else _OUTSIDE)
-        if here.optimizer_steps and here.optimizer_pass == torch._C._current_graph_task_id():
+        if here.optimizer_steps and here.optimizer_pass == current_pass():
             return _OPTIMIZER
         number = node._sequence_nr()
-        recomputing = bool(here.recomputing) and here.recomputing[-1] == (number, current_pass())
-        # Gradients are recorded in a double backward, and in a recomputation that torch does not
-        # run: the stack tells these two apart.
-        if recomputing or torch.is_grad_enabled():
-            here.last_node = _NO_NODE
-            return self._place_in_node(node, number, call, recomputing or None)
-        if number != here.last_node or call is not here.last_call:
-            here.last_place = self._place_in_node(node, number, call, recomputing)
+        recomputes = bool(here.recomputing) and here.recomputing[-1] == (number, current_pass())
+        if not recomputes and torch.is_grad_enabled():
+            # in a double backward, or in a recomputation that torch does not run
+            recomputes = _in_checkpoint()
+        now = number, call, recomputes
+        if now != here.last:
+            here.last_place = self._place_in_node(node, *now)
             # nodes that accumulate gradients share their number
-            here.last_node = number if number < FIRST_ACCUMULATION else _NO_NODE
-            here.last_call = call
+            here.last = now if number < FIRST_ACCUMULATION else None
         return here.last_place
 
     def _place_in_node(
-        self, node: Any, number: int, call: ModuleCall | None, recomputing: bool | None
+        self, node: Any, number: int, call: ModuleCall | None, recomputes: bool
     ) -> Place:
         """Return the place of an op inside an autograd node.
 
@@ -342,29 +317,20 @@ class OpsMode(EagerMode):
             node: the node.
             number: its sequence number.
             call: this thread's innermost module call.
-            recomputing: whether the node recomputes a forward; None if only the stack shows it.
+            recomputes: whether the node recomputes a forward.
         """
         phase, located = self._modules.locate_node(number, call)
-        if phase is _BACKWARD and number < FIRST_ACCUMULATION and recomputing is not False:
-            phase = _RECOMPUTATION if recomputing or _in_checkpoint() else _BACKWARD
+        if recomputes and number < FIRST_ACCUMULATION:
+            phase = Phase.RECOMPUTATION
         if located is None:
             return phase, self._modules.paths.accumulating_path(node)
-        return self._place_of(phase, located.row)
-
-    def _place_of(self, phase: Phase, row: ModuleRow) -> tuple[Phase, str]:
-        known = self._backward_places.get(row) if phase is _BACKWARD else None
-        if known is not None:
-            return known
-        self.rows[row.path] = row
-        place = (phase, row.path)
-        if phase is _BACKWARD:
-            self._backward_places[row] = place
-        return place
+        self.rows[located.row.path] = located.row
+        return phase, located.row.path
 
     def _optimizer_begins(self, *_: Any) -> None:
         here = self._thread.here
         here.optimizer_steps += 1
-        here.optimizer_pass = torch._C._current_graph_task_id()
+        here.optimizer_pass = current_pass()
 
     def _optimizer_ended(self, *_: Any) -> None:
         here = self._thread.here
@@ -406,20 +372,17 @@ class OpsMode(EagerMode):
         shapes = tuple(getattr(spec.tensor_meta, "shape", torch.Size()) for spec in specs)
         placements = tuple(spec.placements for spec in specs)
         mesh = specs[-1].mesh if specs else None
-        key = (shapes, placements, id(mesh))
-        layout = self._layouts.get(key)
-        if layout is None or self._meshes.get(id(mesh)) is not mesh:  # else a reused id
-            self._meshes[id(mesh)] = mesh
-            layout = self._layouts[key] = ArgumentLayout(
-                shapes, placements, str(mesh) if mesh is not None else ""
-            )
-        return layout
+        key = (shapes, placements, mesh)
+        if key not in self._layouts:
+            printed = str(mesh) if mesh is not None else ""
+            self._layouts[key] = ArgumentLayout(shapes, placements, printed)
+        return self._layouts[key]
 
 
-def _phase_and_path(place: Place) -> tuple[Phase | None, str | None]:
-    if isinstance(place, ModuleCall):
-        return (Phase.FORWARD if place.recomputed_by is None else _RECOMPUTATION), place.row.path
-    return place if isinstance(place, tuple) else (place, None)
+def _phase_and_path(place: Place) -> tuple[Phase, str | None]:
+    if isinstance(place, tuple):
+        return place
+    return (Phase.FORWARD if place.recomputed_by is None else Phase.RECOMPUTATION), place.row.path
 
 
 def _specs(args: Any) -> tuple[Any, ...]:
@@ -433,13 +396,6 @@ def _specs(args: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _printed(layout: ArgumentLayout, known: dict[int, str]) -> tuple[str, ...]:
-    for placements in layout.placements:
-        if id(placements) not in known:
-            known[id(placements)] = str(placements)
-    return tuple(known[id(placements)] for placements in layout.placements)
-
-
 def _is_fake(result: Any) -> bool:
     first = result[0] if type(result) in (tuple, list) and result else result
     return isinstance(first, _Tensor) and (first.is_meta or isinstance(first, FakeTensor))
@@ -447,7 +403,7 @@ def _is_fake(result: Any) -> bool:
 
 def _in_propagation() -> bool:
     """Check whether DTensor runs a new op on fake tensors to learn its result's shape."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_PROPAGATION):
             return True
@@ -457,7 +413,7 @@ def _in_propagation() -> bool:
 
 def _in_checkpoint() -> bool:
     """Check whether a checkpointed function is being recomputed, and no backward runs inside it."""
-    frame = sys._getframe(3)
+    frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if recomputes(code):

@@ -142,3 +142,16 @@ class ThreadCalls(threading.local):
         self.nested: list[RunningPass] = []
         self.table = CallTable()
         tables.append(self.table)
+
+    def find(self, number: int) -> ModuleCall | None:
+        """Return the call that made a node with this number, if it was made on this thread.
+
+        A nested pass runs the graph that its node has just made: what no call in it covers belongs
+        to the node's own call.
+        """
+        call = self.table.find(number)
+        if not self.nested:
+            return call
+        begun = self.nested[-1]
+        is_of_pass = call is not None and (call.end is not None or call.recomputed_by == begun.by)
+        return call if is_of_pass else begun.call or call

@@ -229,16 +229,8 @@ class ModuleTracker:
         if number >= FIRST_ACCUMULATION:
             return None
         thread = self._thread
-        call = thread.table.find(number)
-        if thread.nested:
-            # The pass runs the graph that its node has just made: what no call in it covers belongs
-            # to the node's own call.
-            begun = thread.nested[-1]
-            is_of_pass = call is not None and (
-                call.end is not None or call.recomputed_by == begun.by
-            )
-            return call if is_of_pass else begun.call or call
-        if call is not None and call.recomputed_by is None:
+        call = thread.find(number)
+        if thread.nested or (call is not None and call.recomputed_by is None):
             return call
         # The node was made by another thread, or by a graph that was recomputed on this one. Both
         # number their nodes from 0, so several calls may cover the number: then none is right.
