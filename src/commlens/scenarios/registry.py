@@ -125,29 +125,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "swap-two-groups", "one rank uses two groups in reverse order", "subgroups", "subgroups", Ending.HANGS,
         truth_of("cycle", SKIPPED, "all_reduce")),
-    Scenario(
-        "swap-three-groups", "a deadlock through three groups of two", "subgroups", "subgroups", Ending.HANGS,
-        truth_of("cycle", SKIPPED, "all_reduce"), worlds=(4, 8)),
-    Scenario(
-        "recv-without-send", "one rank waits for a message that no rank sends", "point_to_point", "p2p", Ending.HANGS,
-        truth_of("cycle missing mismatch/p2p", SKIPPED, "recv")),
-    Scenario(
-        "both-recv", "both ranks of a pair receive first", "point_to_point", "p2p", Ending.HANGS,
-        truth_of("cycle mismatch/p2p", SKIPPED, "recv")),
-    Scenario(
-        "batched-p2p-missing", "one rank omits the send from its batch", "point_to_point", "p2p", Ending.HANGS,
-        truth_of("missing cycle mismatch/p2p", SKIPPED, "recv send all_reduce")),
     # --- nothing is wrong --------------------------------------------------------------------------------------------
     Scenario("healthy-plain", "healthy: hand-written data parallelism", "plain", "plain", Ending.ENDS),
     Scenario("healthy-tensor-parallel", "healthy: a tensor parallel transformer", "transformer", "tensor parallel", Ending.ENDS),
     Scenario(
         "healthy-2d", "healthy: fully_shard x tensor parallel", "transformer", "2-d", Ending.ENDS, worlds=(4, 8),
         impossible=without_fsdp2),
-    Scenario("healthy-subgroups", "healthy: overlapping groups", "subgroups", "subgroups", Ending.ENDS, worlds=(4, 8)),
-    Scenario("healthy-p2p", "healthy: send and receive, one by one and batched", "point_to_point", "p2p", Ending.ENDS),
-    Scenario(
-       
-        "healthy-async", "healthy: asynchronous ops in a different but legal order on each rank", "subgroups", "subgroups", Ending.ENDS),
 )
 # fmt: on
 """Every scenario, by kind of fault; healthy ones last."""

@@ -50,6 +50,18 @@ SCENARIOS: tuple[registry.Scenario, ...] = (
     Scenario(
         "pipeline-lost-send", "one stage of a pipeline does not send a gradient", "pipeline", "pipeline", Ending.HANGS,
         truth_of("missing cycle mismatch/p2p", SKIPPED, "recv send")),
+    Scenario(
+        "swap-three-groups", "a deadlock through three groups of two", "overlapping", "subgroups", Ending.HANGS,
+        truth_of("cycle", SKIPPED, "all_reduce"), worlds=(4, 8)),
+    Scenario(
+        "recv-without-send", "one rank waits for a message that no rank sends", "point_to_point", "p2p", Ending.HANGS,
+        truth_of("cycle missing mismatch/p2p", SKIPPED, "recv")),
+    Scenario(
+        "both-recv", "both ranks of a pair receive first", "point_to_point", "p2p", Ending.HANGS,
+        truth_of("cycle mismatch/p2p", SKIPPED, "recv")),
+    Scenario(
+        "batched-p2p-missing", "one rank omits the send from its batch", "point_to_point", "p2p", Ending.HANGS,
+        truth_of("missing cycle mismatch/p2p", SKIPPED, "recv send all_reduce")),
     Scenario("healthy-ddp", "healthy: DistributedDataParallel", "ddp", "ddp", Ending.ENDS),
     Scenario("healthy-fsdp2", "healthy: fully_shard", "fsdp2", "fsdp2", Ending.ENDS, impossible=without_fsdp2),
     Scenario("healthy-mesh", "healthy: collectives on both dimensions of a mesh", "mesh", "2-d", Ending.ENDS, worlds=(4, 8)),
@@ -57,6 +69,11 @@ SCENARIOS: tuple[registry.Scenario, ...] = (
     Scenario(
        
         "healthy-rooted", "healthy: a root runs ahead, and the others follow on a signal in the store", "rooted", "plain", Ending.ENDS),
+    Scenario("healthy-subgroups", "healthy: overlapping groups", "overlapping", "subgroups", Ending.ENDS, worlds=(4, 8)),
+    Scenario("healthy-p2p", "healthy: send and receive, one by one and batched", "point_to_point", "p2p", Ending.ENDS),
+    Scenario(
+       
+        "healthy-async", "healthy: asynchronous ops in a different but legal order on each rank", "overlapping", "subgroups", Ending.ENDS),
     Scenario("slow-checkpoint", "healthy: rank 0 writes a checkpoint for a long time", "patience", "plain", Ending.ENDS, waits=True),
     Scenario("slow-compilation", "healthy: one rank compiles for a long time", "patience", "plain", Ending.ENDS, waits=True),
     Scenario("expect-slow", "healthy: one rank is in a block marked with expect_slow", "patience", "plain", Ending.ENDS, waits=True),
