@@ -888,3 +888,17 @@ def raises_if_the_loss_explodes() -> None:
 def test_a_number_that_is_only_logged_leaves_nothing_open() -> None:
     assert checked(raises_after_it_has_logged_the_loss).culprits == [1]
     assert checked(raises_if_the_loss_explodes).kind == "undetermined"
+
+
+def meets_in_a_store_first() -> None:
+    store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), 2, is_master=False)
+    if os.environ["RANK"] == "0":
+        store.set("port", "29600")
+    store.wait(["port"])
+    assert store.get("port") == b"29600"
+    begin()
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_store_may_be_used_before_init_process_group() -> None:
+    assert checked(meets_in_a_store_first).kind == "healthy"

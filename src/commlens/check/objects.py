@@ -14,7 +14,6 @@ its own, as a guess, and ``gathered`` says so.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -122,7 +121,7 @@ class SharedObjects(Objects):
     def _make_store(self, original: Any, store: FakeStore, *args: Any) -> None:
         original(store, *args)
         if store.port:
-            self._recorder.note_store(store.host, store.port, sys._getframe(1))
+            self._recorder.setup_calls.note_store(store.host, store.port)
 
     def _set(self, original: Any, store: FakeStore, key: str, value: Any) -> None:
         original(store, key, value)
@@ -133,7 +132,7 @@ class SharedObjects(Objects):
             # a heartbeat writes another value in each step; SharedValues takes the first few only
             if written not in values[-_VALUES_KEPT:]:
                 values.append(written)
-            self._recorder.store_call("store.set", (key,))
+            self._recorder.setup_calls.store_call("store.set", (key,))
 
     def _get(self, original: Any, store: FakeStore, key: str) -> bytes:
         if called_by_torch():
@@ -141,7 +140,7 @@ class SharedObjects(Objects):
         self._await("store.get", (key,))
         values = self._written(key)
         if len(values) > 1:  # which of them is there at this moment depends on the ranks' order
-            self._recorder.guess("store")
+            self._recorder.notes.guess("store")
         return self._own.get(key) or values[0]
 
     def _wait(self, original: Any, store: FakeStore, keys: Sequence[str], *_: Any) -> None:
@@ -150,13 +149,13 @@ class SharedObjects(Objects):
 
     def _ask(self, original: Any, store: FakeStore, *args: Any) -> Any:
         if not called_by_torch():  # the answer depends on what the others have written so far
-            self._recorder.guess("store")
+            self._recorder.notes.guess("store")
         return original(store, *args)
 
     def _await(self, op: str, keys: tuple[str, ...]) -> None:
         """Wait until some rank has written each key. Record the call, also if it never ends."""
         are_written = all(self._is_ever_written(key) for key in keys)
-        self._recorder.store_call(op, keys)
+        self._recorder.setup_calls.store_call(op, keys)
         if not are_written:
             raise EndOfRun
 
@@ -191,7 +190,7 @@ class SharedObjects(Objects):
         ranks = ranks_of(given.get("group"))
         if self.rank not in ranks:
             return original(**given)
-        self._recorder.guess("object")
+        self._recorder.notes.guess("object")
         kind, _, _, _, number = self._key(original.__name__, self.rank, None, ranks)
         keys: list[Key] = [(kind, rank, None, ranks, number) for rank in ranks]
         with unset_fake_temporarily():

@@ -23,41 +23,25 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import sys
 import threading
 import time
-import traceback
-import types
 from collections import Counter
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commlens.blackbox.blobs import ArgsJson, decode_args
 from commlens.blackbox.layout import FLAG_ANY_SOURCE
-from commlens.check.sequence import (
-    Event,
-    Guess,
-    GuessKind,
-    Issue,
-    Leave,
-    RankSequence,
-    Setup,
-    StoreCall,
-    ThreadWait,
-    Unseen,
-    UnseenKind,
-)
-from commlens.launchers import AGENT_STORE
+from commlens.check.notes import RankNotes
+from commlens.check.sequence import Issue, RankSequence, ThreadWait, Unseen, UnseenKind
+from commlens.check.setup_calls import SetupCalls
 from commlens.matching.refusals import BACKENDS, refuses
 from commlens.model.collective import (
-    SETUP,
-    STORE,
     Channel,
     Collective,
     CollectiveArgs,
@@ -73,7 +57,6 @@ from commlens.model.ops import COALESCED, POINT_TO_POINT
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
 from commlens.tap.groups import LiveChannel as TapChannel
-from commlens.tap.hand_made import note_by_hand
 from commlens.tap.interned_args import (
     ArgsTable,
     CoalescedGroup,
@@ -81,13 +64,9 @@ from commlens.tap.interned_args import (
     reduce_op_code,
     reduce_op_name,
 )
-from commlens.tap.made_groups import MadeGroups, ManyGroups
 from commlens.tap.rejections import will_be_refused
-from commlens.tap.running_frames import frame_of
 from commlens.text import count
 from commlens.tracing.patches import Patches, called_by_torch
-from commlens.tracing.preview.store import CHOSEN_PORT
-from commlens.tracing.preview.world import is_spawned
 
 _Tensor = torch.Tensor
 _LIBRARY_STEPS = {
@@ -141,16 +120,12 @@ class EndOfRun(BaseException):
     """Ends the run of the program. ``except Exception`` does not catch it."""
 
 
-class SequenceRecorder(tap.Subscriber):
+class SequenceRecorder(tap.WaitSubscriber):
     """Records the events of one rank. It serves one run, in a process of its own: its patches of
     torch stay.
     """
 
-    # what the tap and torch_patches ask of a subscriber and of a recorder
     sees_fake_tensors = True
-    verifier = None
-    listens_to_waits = True
-    reads_reduce_ops = False
 
     def __init__(
         self,
@@ -164,10 +139,9 @@ class SequenceRecorder(tap.Subscriber):
         ``cpu_s`` seconds of CPU time; None: never. Its calls are refused by the rules of
         ``backend``; empty: of the one that the program names.
         """
-        self.sequence = sequence
-        self.hazards = self  # torch_patches calls `hazards.not_a_member()`
+        self.notes = RankNotes(sequence)
         self.groups = Groups()
-        self.writer = types.SimpleNamespace(word=lambda *_: None)  # of a black box, that is missing
+        self.setup_calls = SetupCalls(self.notes, self.groups)
         # Set once the program needs what no other rank gives it: its next op never completes.
         self.stop_at_next_op = False
         self._rules = backend
@@ -178,60 +152,51 @@ class SequenceRecorder(tap.Subscriber):
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
         self._coalescing_ids = itertools.count(1).__next__
         self._batch: dict[int, int] = {}  # by thread: the id of the batch under way
-        self._works: dict[int, tuple[Any, int]] = {}  # by id: the Work, kept alive, and the index
+        self._works: dict[Any, int] = {}  # by Work, which is kept alive: the index of its op
         self._by_storage: dict[int, int] = {}  # storage of an output: index
         self._unwaited: dict[int, Stack] = {}  # by index of an asynchronous op: where it was issued
         self._futures: list[int] = []  # of this backward pass: ops whose future was taken
         self._not_a_member: Counter[Stack] = Counter()
-        self._made = MadeGroups()
-        self._many_groups: list[ManyGroups] = []  # when the default group was destroyed
         self._channels: dict[tuple[TapChannel, str | None], Channel] = {}
-        self._stacks: dict[Stack, Stack] = {}  # shared, so that they are written only once
         self._issuers: set[int] = set()  # threads
-        self._setup_depth = 0  # init_process_group and split_group call new_group inside
-        self._inits = self._splits = self._meshes = 0  # calls so far
-        self._mesh: str | None = None  # the mesh that init_device_mesh makes now
-        self._mesh_device = ""  # of the newest mesh
         self._compiled_at: Frame | None = None  # the first call of torch.compile
         self._agreed: tuple[UnseenKind, ...] = ()  # guards, with set_enable_guard_collectives
-        self._patches = Patches()
 
     def attach(self) -> None:
         """Start recording, inside a fake world."""
-        wrap = self._patches.wrap
-        self._patches.wrap_named(c10d, "init_process_group", self._init)
-        self._patches.wrap_named(c10d, "_new_process_group_helper", self._new_group)
-        self._patches.wrap_named(c10d, "split_group", self._split)
-        wrap(c10d, "destroy_process_group", self._destroy)
+        patches = Patches()
+        wrap = patches.wrap
+        self.setup_calls.attach(patches)
         wrap(c10d, "batch_isend_irecv", self._batched)
         wrap(c10d, "recv", self._recv)
         for name in ("send", "isend", "irecv"):
             wrap(c10d, name, self._with_peer)
+        wrap(c10d, "_warn_not_in_group", self._not_in_group)
         wrap(torch.autograd, "_engine_run_backward", self._backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         wrap(torch, "compile", self._compile)
         wrap(torch.compiler, "set_enable_guard_collectives", self._guard_together)
-        import torch.distributed.device_mesh as device_mesh
-
-        self._patches.wrap_named(device_mesh, "init_device_mesh", self._init_mesh)
         for kind in (c10d.Work, *c10d.Work.__subclasses__()):
             wrap(kind, "get_future", self._take_future)
             wrap(kind, "is_completed", self._poll)
-        torch_patches.set_recorder(self)
-        self._patches.replace_aliases()
+        register_optimizer_step_post_hook(self._stepped)
+        torch_patches.add_tracer(self)
+        torch_patches.add_work_listener(self)
+        patches.replace_aliases()
         tap.attach(self)
 
     def detach(self) -> None:
         """Stop recording."""
         tap.detach(self)
-        torch_patches.set_recorder(None)
+        torch_patches.remove_tracer(self)
+        torch_patches.remove_work_listener(self)
         if self._compiled_at is not None:
             switched_on = (
                 what
                 for what, module, setting in _COMPILER_SETTINGS
                 if getattr(sys.modules.get(module), setting, False)
             )
-            self.sequence.unseen += [
+            self.notes.sequence.unseen += [
                 Unseen(what, self._compiled_at) for what in (*self._agreed, *switched_on)
             ]
 
@@ -247,7 +212,7 @@ class SequenceRecorder(tap.Subscriber):
         """
         group = self.groups.find(tap.unbox_group(arguments[spec.process_group]))
         if group.hand_made is not None:
-            self.note_unseen("group", sys._getframe(1), count(group.size, "rank"))
+            self.notes.note_unseen("group", count(group.size, "rank"))
             return None
         args = self._args.find(spec, arguments, group)
         thread = threading.get_native_id()
@@ -256,9 +221,9 @@ class SequenceRecorder(tap.Subscriber):
             reduce_op = torch_patches.noted_reduce_ops.get(thread) or reduce_op
         self._refuse(args, reduce_op, group.size)
         self._issuers.add(thread)
-        was_guessed = any(each.what == "thread" for each in self.sequence.guesses)
+        was_guessed = any(each.what == "thread" for each in self.notes.sequence.guesses)
         if len(self._issuers) > 1 and not was_guessed:
-            self.guess("thread")  # a real run may issue their ops in another order
+            self.notes.guess("thread")  # a real run may issue their ops in another order
         coalescing = self._coalescing.get(thread)
         number = args.next_number() if coalescing is None else coalescing.add(args)
         index = self._issue(
@@ -269,11 +234,11 @@ class SequenceRecorder(tap.Subscriber):
         )
         outputs = None
         if coalescing is None and not args.meets:
-            self._unwaited[index] = self.stack_of_frame(sys._getframe(1))
+            self._unwaited[index] = self.notes.stack()
             where = spec.writes or spec.tensors
             outputs = arguments[where[0]] if where else None
         if self.stop_at_next_op:
-            self._add(ThreadWait(index, thread))
+            self.notes.add(ThreadWait(index, thread))
             raise EndOfRun(_ENDED_BY_US)
         return index, outputs
 
@@ -284,8 +249,7 @@ class SequenceRecorder(tap.Subscriber):
         index, outputs = token
         boxed = result[-1] if type(result) is tuple else result
         if boxed is not None:
-            work = tap.unbox_work(boxed)
-            self._works[id(work)] = work, index
+            self._works[tap.unbox_work(boxed)] = index
         elif threading.get_native_id() not in self._coalescing:
             self._waits(index)  # without a Work, the call itself waits
         self._note_storages(outputs, index)
@@ -295,7 +259,10 @@ class SequenceRecorder(tap.Subscriber):
         program names none, or two as in ``"cpu:gloo,cuda:nccl"``.
         """
         name = reduce_op_name(reduce_op) or ""
-        reasons = [self._refusal(args, name, size, backend) for backend in self._backends()]
+        asked = self._rules or self.notes.sequence.backend
+        named = [backend for backend in BACKENDS if backend in asked]
+        backends = named or (() if asked else BACKENDS)
+        reasons = [self._refusal(args, name, size, backend) for backend in backends]
         if reasons and all(reasons):
             raise RuntimeError(f"{reasons[0]} (found by commlens check)")
 
@@ -310,12 +277,6 @@ class SequenceRecorder(tap.Subscriber):
                 with_op = f"{args.op} with {reduce_op}" if reduce_op else args.op
                 return f"{backend} has no {with_op} of {tensor[1]} tensors"
         return ""
-
-    def _backends(self) -> Sequence[str]:
-        """Return the backends that may run the program's collectives."""
-        asked = self._rules or self.sequence.backend
-        named = [name for name in BACKENDS if name in asked]
-        return named or (() if asked else BACKENDS)
 
     def _issue(
         self,
@@ -335,7 +296,7 @@ class SequenceRecorder(tap.Subscriber):
             members: ops in the coalesced group that this op closes.
         """
         index = self._indices()
-        stack = self.stack_of_frame(sys._getframe(2))
+        stack = self.notes.stack()
         op = Collective(
             index,
             self._channel(args.channel),
@@ -351,18 +312,13 @@ class SequenceRecorder(tap.Subscriber):
                 else None
             ),
             tag=args.tag,
-            step=self.sequence.steps,
+            step=self.notes.sequence.steps,
             coalescing_id=coalescing,
             coalesced_members=members,
             module=_library_step(stack),
         )
-        self._add(Issue(op))
+        self.notes.add(Issue(op))
         return index
-
-    def _add(self, event: Event) -> None:
-        """Add an event, unless the run has ended and only the program's exit handlers run."""
-        if not self.sequence.cut_off:
-            self.sequence.events.append(event)
 
     def _channel(self, channel: TapChannel) -> Channel:
         group = channel.group
@@ -394,17 +350,10 @@ class SequenceRecorder(tap.Subscriber):
 
     # --- waits
 
-    def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """Return the ``Work.wait`` to install: the one that reports each wait."""
-        return slow
-
     def wait_begins(self, work: Any) -> None:
-        """Note that a thread begins to wait for a Work."""
-        if index := self._index_of(work):
+        """Note that a thread begins to wait for a Work. It ends at once."""
+        if index := self._works.get(work):
             self._waits(index)
-
-    def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
-        """Nothing more: everything completes at once."""
 
     def tensor_wait_begins(self, tensor: Any) -> None:
         """A thread waits for the tensor of a functional collective."""
@@ -412,37 +361,30 @@ class SequenceRecorder(tap.Subscriber):
         if index is not None:
             self._waits(index)
 
-    def tensor_wait_ended(self, held: Any, error: BaseException | None) -> None:
-        """Nothing more."""
-
     def _waits(self, index: int) -> None:
         """Note that this thread waits for an op."""
         self._unwaited.pop(index, None)
-        self._add(ThreadWait(index, threading.get_native_id()))
+        self.notes.add(ThreadWait(index, threading.get_native_id()))
 
     def used_without_wait(self, work: Any) -> None:
         """Note that the program asked for the state of a Work: it need not wait."""
-        self._unwaited.pop(self._index_of(work), None)
-
-    def _index_of(self, work: Any) -> int:
-        """Return the index of the op to which a Work belongs; 0 if it is unknown."""
-        return self._works.get(id(work), (None, 0))[1]
+        self._unwaited.pop(self._works.get(work, 0), None)
 
     def _poll(self, original: Any, work: Any) -> Any:
         """Answer ``Work.is_completed()`` of the program with a guess: yes. The Works of the fake
         backend always say no, and a program that polls until it is yes would not end.
         """
-        index = self._index_of(work)
-        if not index or called_by_torch():
+        index = self._works.get(work)
+        if index is None or called_by_torch():
             return original(work)
-        self.guess("poll")
+        self.notes.guess("poll")
         self._waits(index)
         return True
 
     def _take_future(self, original: Any, work: Any) -> Any:
         """Note that the program, or a hook of DDP, takes ``Work.get_future()``."""
         self.used_without_wait(work)
-        if index := self._index_of(work):
+        if index := self._works.get(work):
             self._futures.append(index)
         return original(work)
 
@@ -464,26 +406,23 @@ class SequenceRecorder(tap.Subscriber):
         """``ProcessGroup._start_coalescing`` was called."""
         self._coalescing[threading.get_native_id()] = CoalescedGroup(self._coalescing_ids())
 
-    def coalescing_ends(self) -> int | None:
-        """``ProcessGroup._end_coalescing`` was called."""
+    def coalescing_ended(self, work: Any) -> None:
+        """``ProcessGroup._end_coalescing`` was called, and returned the Work of the group."""
         group = self._coalescing.pop(threading.get_native_id(), None)
         if group is None or not group.members:
-            return None
+            return
         first = group.members[0]
-        return self._issue(
+        index = self._issue(
             InternedArgs({**first.content, "op": COALESCED, "dop": COALESCED}, first.channel),
             group.sequence_number,
             None,
             group.id,
             members=len(group.members),
         )
-
-    def group_returned(self, token: int, work: Any) -> None:
-        """``ProcessGroup._end_coalescing`` returned."""
         if work is None:
-            self._waits(token)
+            self._waits(index)
         else:
-            self._works[id(work)] = work, token
+            self._works[work] = index
 
     def _batched(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Give the messages of ``batch_isend_irecv`` one id: NCCL issues them together."""
@@ -497,13 +436,13 @@ class SequenceRecorder(tap.Subscriber):
     def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the source of ``dist.recv()``; as a guess, if it receives from any source."""
         source = self._with_peer(original, *args, **kwargs)
-        events = reversed(self.sequence.events)
+        events = reversed(self.notes.sequence.events)
         last = next((each.op for each in events if isinstance(each, Issue)), None)
         is_from_any = last is not None and last.op == "recv" and last.peer is None
         if not is_from_any:
             return source
         guessed = GuessedRank(source)
-        guessed.on_use = lambda: self.guess("source")
+        guessed.on_use = lambda: self.notes.guess("source")
         return guessed
 
     def _with_peer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -511,73 +450,14 @@ class SequenceRecorder(tap.Subscriber):
         answers the rank from which it received.
         """
         if any(isinstance(each, GuessedRank) for each in (*args, *kwargs.values())):
-            self.guess("source")
+            self.notes.guess("source")
         return original(*args, **kwargs)
 
-    # --- groups
-
-    def _init(self, original: Any, given: dict[str, Any]) -> Any:
-        """Record ``init_process_group``."""
-        self._inits += 1
-        self.groups.started_again()
-        self._note_address(str(given.get("init_method") or ""), sys._getframe(1))
-        asked = given.get("backend")
-        default = "nccl" if self._mesh_device == "cuda" else ""
-        self.sequence.backend = str(asked).lower() if asked is not None else default
-        size = (
-            torch.distributed.get_world_size()
-            if c10d.is_initialized()
-            else int(os.environ["WORLD_SIZE"])
-        )
-        self._setup("init_process_group", "default_pg", range(size), self._inits)
-        self._setup_depth += 1
-        try:
-            result = original(**given)
-        finally:
-            self._setup_depth -= 1
-        self.sequence.left = False
-        self._note_world(given, sys._getframe(1))
-        return result
-
-    def _note_world(self, given: dict[str, Any], frame: FrameType) -> None:
-        """Note that the program asks for another world size or rank than the check runs."""
-        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-        asked_size, asked_rank = _asked(given, "world_size"), _asked(given, "rank")
-        if asked_size not in (None, size):
-            words = f"a world of {asked_size} ranks, but this check runs {size}"
-            self.note_unseen("world", frame, words)
-        elif asked_rank not in (None, rank):
-            words = f"rank {asked_rank}, but this check runs another rank there"
-            self.note_unseen("world", frame, words)
-
-    def _note_address(self, address: str, frame: FrameType) -> None:
-        """Note an address with another port than the launcher's: under torchrun, which makes the
-        store itself, no rank listens there. Two cases are fine: the program starts its own ranks,
-        or it has set the variable by which torch lets rank 0 make the store.
-        """
-        port, agent = os.environ.get("MASTER_PORT", ""), os.environ.get(AGENT_STORE, "True")
-        is_elsewhere = address.startswith("tcp://") and address.rpartition(":")[2] != port
-        if is_elsewhere and agent == "True" and not is_spawned(frame):
-            self.note_unseen("address", frame, address)
-
-    def note_store(self, host: str, port: int, frame: FrameType) -> None:
-        """Note a store that the program makes at another port than the launcher's: only a real run
-        shows whether that port is free. Two cases are fine: the program starts its own ranks, or
-        the system chooses the port.
-        """
-        known = (str(CHOSEN_PORT), os.environ.get("MASTER_PORT", ""))
-        if str(port) not in known and not is_spawned(frame):
-            self.note_unseen("store", frame, f"{host}:{port}")
-
-    def note_unseen(self, what: UnseenKind, frame: FrameType | None, name: str = "") -> None:
-        """Note, once for each line, what a real run does there and this one does not."""
-        unseen = Unseen(what, user_frame(self.stack_of_frame(frame)), name)
-        if unseen not in self.sequence.unseen:
-            self.sequence.unseen.append(unseen)
+    # --- the compiler
 
     def _compile(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Note the first call of ``torch.compile``."""
-        self._compiled_at = self._compiled_at or user_frame(self.stack_of_frame(sys._getframe(1)))
+        self._compiled_at = self._compiled_at or user_frame(self.notes.stack())
         return original(*args, **kwargs)
 
     def _guard_together(self, original: Any, enabled: bool) -> Any:
@@ -585,157 +465,23 @@ class SequenceRecorder(tap.Subscriber):
         self._agreed = ("guards",) if enabled else self._agreed
         return original(enabled)
 
-    def _new_group(self, original: Any, given: dict[str, Any]) -> Any:
-        """Record the making of a group. torch calls this for the default group, too, before it is
-        initialized: ``_init`` records that one.
-        """
-        if not c10d.is_initialized():
-            return original(**given)
-        name, ranks = str(given["group_name"]), given["global_ranks_in_group"] or ()
-        if not ranks:
-            # The program calls torch's private function itself: torch's own calls name the ranks.
-            made = original(**given)
-            note_by_hand(made[0])
-            return made
-        description = str(given.get("group_desc") or "")
-        number = int(name) if name.isdecimal() else 1  # torch counts the groups in their names
-        self._setup(
-            "new_group",
-            name,
-            ranks,
-            max(number, 1),
-            "" if description == "undefined" else description,
-            self._mesh,
-        )
-        self._made.note(self.stack_of_frame(sys._getframe(1)), ranks)
-        return original(**given)
+    # --- steps, and what was found
 
-    def _split(self, original: Any, given: dict[str, Any]) -> Any:
-        """Record ``split_group``, which all ranks of the parent group must call alike."""
-        parent = given.get("parent_pg") or c10d._get_default_group()
-        self._splits += 1
-        label = f"split_ranks={given.get('split_ranks')}"[:200]
-        ranks = c10d.get_process_group_ranks(parent)
-        self._setup("split_group", "split", ranks, self._splits, label=label)
-        self._setup_depth += 1
-        try:
-            return original(**given)
-        finally:
-            self._setup_depth -= 1
-
-    def _init_mesh(self, original: Any, given: dict[str, Any]) -> Any:
-        """Record ``init_device_mesh``. The groups that it makes carry its label."""
-        names = given.get("mesh_dim_names")
-        named = f" named {', '.join(map(str, names))}" if names else ""
-        self._mesh = f"mesh {tuple(given['mesh_shape'])}{named}"
-        self._mesh_device = str(given["device_type"])
-        if c10d.is_initialized():
-            self._meshes += 1
-            size = torch.distributed.get_world_size()
-            self._setup("init_device_mesh", "mesh", range(size), self._meshes, label=self._mesh)
-        try:
-            return original(**given)
-        finally:
-            self._mesh = None
-
-    def _setup(
-        self,
-        op: str,
-        name: str,
-        ranks: Sequence[int],
-        number: int,
-        description: str = "",
-        label: str | None = None,
-    ) -> None:
-        """Record a call that makes a group, which its ranks must make alike, as a collective of a
-        channel of its own; not a call inside another one.
-
-        Args:
-            op: the function.
-            name: of the group, or of what else counts these calls.
-            ranks: that must call it.
-            number: counts such calls, from 1.
-            description: of the group.
-            label: tells two calls of one function apart, such as the shape of a mesh.
-        """
-        if self._setup_depth:
-            return
-        group = ProcessGroup(
-            name,
-            tuple(int(rank) for rank in ranks),
-            description,
-            incarnation=max(self._inits - 1, 0),
-        )
-        call = Collective(
-            0,
-            Channel(group, SETUP),
-            number,
-            CollectiveArgs(op, op),
-            State.ISSUED,
-            0,
-            stack=self.stack_of_frame(sys._getframe(2)),
-            issue_thread=threading.get_native_id(),
-            module=label,
-        )
-        self._add(Setup(call))
-
-    def store_call(self, op: str, keys: tuple[str, ...]) -> None:
-        """Note a call of the job's store."""
-        ranks = () if op == "store.set" else tuple(range(torch.distributed.get_world_size()))
-        call = Collective(
-            0,
-            Channel(ProcessGroup(keys[0], ranks, incarnation=max(self._inits - 1, 0)), STORE),
-            1,
-            CollectiveArgs(op, op),
-            State.ISSUED,
-            0,
-            stack=self.stack_of_frame(sys._getframe(2)),
-            issue_thread=threading.get_native_id(),
-            module=f"and {len(keys) - 1} more" if len(keys) > 1 else None,
-        )
-        self._add(StoreCall(call, keys))
-
-    def _destroy(self, original: Any, group: Any = None) -> Any:
-        """Record ``destroy_process_group``, of one group or of all."""
-        is_last = group is None or group is c10d._world.default_pg
-        name = "" if is_last else str(getattr(group, "group_name", ""))
-        self._add(Leave(name))
-        self.groups.before_destroy()
-        if is_last:
-            self._many_groups += self._made.many()
-        self.sequence.left = self.sequence.left or is_last
-        return original(group)
-
-    # --- torch's other events, for torch_patches
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps completed. torch_patches counts them here; the run ends when it has had
-        its steps or its CPU time.
-        """
-        return self.sequence.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        sequence = self.sequence
-        sequence.steps, sequence.out_of_time = steps, time.process_time() > self._ends_at_s
-        if sequence.out_of_time or steps >= self._steps_wanted:
+    def _stepped(self, *_: Any) -> None:
+        """Count an optimizer step. The run ends when it has had its steps or its CPU time."""
+        sequence = self.notes.sequence
+        sequence.steps += 1
+        sequence.out_of_time = time.process_time() > self._ends_at_s
+        if sequence.out_of_time or sequence.steps >= self._steps_wanted:
             sequence.cut_off = True
             raise EndOfRun(_ENDED_BY_US)
 
-    def not_a_member(self) -> None:
+    def _not_in_group(self, original: Any, *args: Any) -> Any:
         """Note that the rank called a collective of a group that it is not in. torch warns and does
         nothing.
         """
-        self._not_a_member[self.stack_of_frame(sys._getframe(2))] += 1
-
-    def guess(self, what: GuessKind) -> None:
-        """Note that the program asked for a value that this rank alone cannot know."""
-        self.sequence.guesses.append(
-            Guess(what, self.stack_of_frame(sys._getframe(2)), len(self.sequence.events))
-        )
-
-    # --- what was found
+        self._not_a_member[self.notes.stack()] += 1
+        return original(*args)
 
     def found_hazards(self) -> list[Hazard]:
         """Return the latent faults: Works never waited for, calls on groups of others, groups that
@@ -744,7 +490,7 @@ class SequenceRecorder(tap.Subscriber):
         hazards = [
             Hazard("not-a-member", times, stack) for stack, times in self._not_a_member.items()
         ]
-        if self.sequence.cut_off:
+        if self.notes.sequence.cut_off:
             return hazards
         unwaited = Counter(self._unwaited.values())
         return [
@@ -752,36 +498,15 @@ class SequenceRecorder(tap.Subscriber):
             *hazards,
             *(
                 Hazard("many-groups", many.times, many.maker, many.ranks)
-                for many in self._many_groups
+                for many in self.setup_calls.many_groups
             ),
         ]
-
-    def stack_of_traceback(self, trace: TracebackType | None) -> Stack:
-        """Return the stack at which an exception was raised, innermost first."""
-        frames = [_frame(each.f_code, line) for each, line in traceback.walk_tb(trace)]
-        return tuple(reversed(frames))
-
-    def stack_of_frame(self, frame: FrameType | None) -> Stack:
-        """Return the stack whose innermost frame this is."""
-        callers = traceback.walk_stack(frame) if frame is not None else ()
-        stack = tuple(_frame(each.f_code, line) for each, line in callers)
-        return self._stacks.setdefault(stack, stack)
-
-
-def _asked(given: dict[str, Any], name: str) -> int | None:
-    """Return the world size or rank that a program gives to torch; None if it gives no number."""
-    is_left_open = given.get(name) in (None, -1)
-    asked = str(os.environ.get(name.upper(), "") if is_left_open else given[name])
-    return int(asked) if asked.isdecimal() else None
 
 
 # The same object for all events, so that it is written only once.
 @functools.cache
 def _described(args: InternedArgs, code: int | None) -> CollectiveArgs:
     return decode_args(msgspec.convert(args.content, ArgsJson), 0 if code is None else code + 1)
-
-
-_frame = functools.cache(frame_of)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ import torch
 from commlens.check.branches import Answers, Choice
 from commlens.check.exchange import CheckExchange
 from commlens.check.files import Files, misses_a_file
+from commlens.check.notes import stack_of_traceback
 from commlens.check.objects import Need, SharedObjects, SharedValues
 from commlens.check.recorder import EndOfRun, SequenceRecorder
 from commlens.check.sequence import RankSequence
@@ -90,7 +91,7 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
         fake_tensors=plan.fake_tensors,
     )
     imported = set(sys.modules)
-    exchange = CheckExchange(rank, shared.messages, recorder.guess)
+    exchange = CheckExchange(rank, shared.messages, recorder.notes.guess)
     values = Values(plan.world_size, plan.choices, shared.answers, plan.number, exchange)
 
     # wait_for, objects and run_so_far refer to one another; none is used before all exist
@@ -132,7 +133,7 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
         except EndOfRun:
             pass
         except BaseException as error:
-            _note_error(sequence, recorder, error)
+            _note_error(sequence, error)
             _print_error(error)
         buffers.stop()
         recorder.detach()
@@ -153,7 +154,7 @@ def _time_limit(
     """End the run after this time, with the line at which it stands."""
 
     def stop(_: int, frame: FrameType | None) -> None:
-        source = user_frame(recorder.stack_of_frame(frame))
+        source = user_frame(recorder.notes.stack_of_frame(frame))
         where = f" in {frame_phrase(source)}" if source is not None else ""
         sequence.problem = f"its run stood{where} after {seconds:g} s"
         raise EndOfRun
@@ -203,7 +204,7 @@ def _patch_system() -> None:
     os._exit = exit_at_once  # type: ignore[assignment]
 
 
-def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseException) -> None:
+def _note_error(sequence: RankSequence, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(bool(error.code))
         if code == 0:
@@ -215,7 +216,7 @@ def _note_error(sequence: RankSequence, recorder: SequenceRecorder, error: BaseE
     first = printable(next(iter(str(error).splitlines()), ""))
     name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
     sequence.exception = f"{name}: {first}"[:_ERROR_MAX] if first else name
-    sequence.exception_stack = recorder.stack_of_traceback(error.__traceback__)
+    sequence.exception_stack = stack_of_traceback(error.__traceback__)
     sequence.misses_a_file = misses_a_file(error)
 
 

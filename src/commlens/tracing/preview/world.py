@@ -28,7 +28,6 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -383,11 +382,10 @@ def _backend_class(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (kind,), {"__new__": __new__})
 
 
-def is_spawned(frame: FrameType | None) -> bool:
-    """Return whether code runs in a rank that the program started itself."""
-    return frame is not None and any(
-        each.f_code is FakeWorld._spawn.__code__ for each, _ in traceback.walk_stack(frame)
-    )
+def is_spawned() -> bool:
+    """Return whether the caller runs in a rank that the program started itself."""
+    spawn = FakeWorld._spawn.__code__
+    return any(each.f_code is spawn for each, _ in traceback.walk_stack(sys._getframe()))
 
 
 def _name_of(backend: Any) -> str:
