@@ -49,7 +49,6 @@ class Rank:
     process: subprocess.Popen[bytes]
     result_file: Path  # in which it leaves its result
     output_file: Path  # that receives its output and standard error
-    ended_at: float = 0.0  # monotonic; 0: it runs
     failure: FailedRank | None = None  # if it has ended without a value
     value: Any = None  # that the function returned
 
@@ -236,18 +235,14 @@ def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | N
     """Wait until all ranks have ended, one has failed or the time is over."""
     until = time.monotonic() + timeout_s
     failed: dict[int, FailedRank] = {}
-    while (
-        running := [rank for rank in ranks if rank.ended_at == 0.0]
-    ) and time.monotonic() < until:
+    running = list(ranks)
+    while running and time.monotonic() < until:
         time.sleep(_POLL_S)
-        for rank in running:
-            if rank.process.poll() is None:
-                continue
-            rank.ended_at = time.monotonic()
+        for rank in [each for each in running if each.process.poll() is not None]:
+            running.remove(rank)
             rank.read_result()
             if rank.failure is not None:
-                if not failed:
-                    until = min(until, rank.ended_at + _AFTER_ERROR_S)
+                until = min(until, time.monotonic() + _AFTER_ERROR_S)
                 failed[rank.number] = rank.failure
     if failed:
         return _first_failure(failed, _verdict(job))

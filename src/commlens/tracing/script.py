@@ -168,8 +168,13 @@ class TracedProcess:
 
     def _await_sigterm(self, reading: int) -> None:
         while data := os.read(reading, 64):
-            if signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                self._die()
+            is_ours = signal.getsignal(signal.SIGTERM) == self._on_sigterm
+            # else the main thread saves and dies
+            is_mine = not self._finishing or self.saved is not None
+            if signal.SIGTERM in data and is_ours and is_mine:
+                with contextlib.suppress(Exception):
+                    self._save()
+                _die_of_sigterm()
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         """Wait for the thread that ends the process; a forked child has none."""
@@ -179,13 +184,6 @@ class TracedProcess:
             self._die_after_saving = True
             return
         threading.Event().wait(10)
-        _die_of_sigterm()
-
-    def _die(self) -> None:
-        if self._finishing and self.saved is None:
-            return  # the main thread saves and dies
-        with contextlib.suppress(Exception):
-            self._save()
         _die_of_sigterm()
 
     def _fail(self, problem: str, error: Exception) -> None:

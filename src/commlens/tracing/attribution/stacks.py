@@ -269,7 +269,9 @@ def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
     it have been read before.
     """
     function = frame.f_code.co_name
-    _note_markers(info, file, frame.f_code)
+    for marker in _MARKERS:  # the innermost frame of each kind
+        if marker.kind not in info.markers and marker.fits(file, frame.f_code):
+            info.markers[marker.kind] = len(info.codes) - 1, marker.variables
     if file == _OPS:
         is_near = len(info.codes) <= _PACKET_DEPTH
         if info.packet is None and is_near and function == "__call__":
@@ -295,13 +297,6 @@ def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
         add(frame.f_lasti)
         frame = frame.f_back
     return tuple(key)
-
-
-def _note_markers(info: StackInfo, file: str, code: CodeType) -> None:
-    """Note for which kinds the frame that was read last is the innermost marker frame."""
-    for marker in _MARKERS:
-        if marker.kind not in info.markers and marker.fits(file, code):
-            info.markers[marker.kind] = len(info.codes) - 1, marker.variables
 
 
 def _runs_backward(code: CodeType) -> bool:

@@ -196,17 +196,11 @@ class CommDebugMode:
     def _count_issued(self, event: RawEvent) -> None:
         if event.call is not None:
             self._modules.add_row(event.call.row)
-        path = self._fsdp_module(event) or event.path
+        path, owner = event.path, event.owner
+        if owner is not None and owner.library.startswith("FSDP"):
+            # the module whose parameters it carries, if that is part of a module that was called
+            path = owner.name if owner.name.partition(".")[0] in self._modules.by_path else path
         self._count(counted_packet(event), event.phase, path, event.cause)
-
-    def _fsdp_module(self, event: RawEvent) -> str | None:
-        """Return the path of the FSDP module whose parameters a collective carries; None if it
-        carries none, or if the module is not part of a module that was called.
-        """
-        owner = event.owner
-        if owner is None or not owner.library.startswith("FSDP"):
-            return None
-        return owner.name if owner.name.partition(".")[0] in self._modules.by_path else None
 
     def _count(
         self,

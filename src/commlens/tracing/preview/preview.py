@@ -78,12 +78,18 @@ class Preview:
         live = LiveTrace(depth=self._depth, preview=True)
         live.tracer.sees_fake_tensors = self._fake_tensors
         take = functools.partial(run_on_real_tensors, live.tracer.data)
+
+        def stepped() -> None:
+            if self._steps is not None and live.tracer.steps >= self._steps:
+                live.tracer.stop()  # leave out the collectives of finally clauses
+                raise _EnoughSteps
+
+        live.tracer.on_step.append(stepped)
         with self._world(rank) as world:
             world.before_destroy = take  # it notes the groups while they exist
             live.start()
             try:
-                with _stop_after(self._steps, live):
-                    self._program()
+                self._program()
             except _EnoughSteps:
                 pass
             except BaseException as error:
@@ -150,21 +156,6 @@ class Preview:
             learned=self._learned,
             stop_at=stop_at,
         )
-
-
-@contextlib.contextmanager
-def _stop_after(steps: int | None, live: LiveTrace) -> Any:
-    if steps is None:
-        yield
-        return
-
-    def stepped() -> None:
-        if live.tracer.steps >= steps:
-            live.tracer.stop()  # leave out the collectives of finally clauses
-            raise _EnoughSteps
-
-    live.tracer.on_step.append(stepped)
-    yield
 
 
 def check_world(world_size: int, rank: int) -> None:

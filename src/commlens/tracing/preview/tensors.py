@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch._library.simple_registry import singleton
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -89,7 +90,9 @@ class FakeTensors:
         import torch.distributed.device_mesh as device_mesh
 
         tap.run_fake_tensors_as(_CPU)
-        _ignore_fake_kernel(patches, "_dtensor::shard_dim_alltoall")
+        entry = singleton.find("_dtensor::shard_dim_alltoall")
+        if entry.fake_impl.kernel is not None:  # it issues nothing
+            patches.set(entry, "fake_impl", types.SimpleNamespace(kernel=None))
         # Module.to refuses to swap fake parameters because the mode has weak references to them,
         # which is harmless here.
         patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
@@ -134,15 +137,6 @@ def _functional_kernel(op: Any) -> Callable[..., Any]:
         return redispatch(_CPU if keys.has(DispatchKey.Meta) else keys & _AFTER_SELECT, *arguments)
 
     return commlens_preview
-
-
-def _ignore_fake_kernel(patches: Patches, name: str) -> None:
-    """Disable an op's Python kernel for fake tensors, which issues nothing."""
-    from torch._library.simple_registry import singleton
-
-    entry = singleton.find(name)
-    if entry.fake_impl.kernel is not None:
-        patches.set(entry, "fake_impl", types.SimpleNamespace(kernel=None))
 
 
 def run_on_real_tensors(function: Any, *args: Any, **kwargs: Any) -> Any:
