@@ -66,9 +66,9 @@ from commlens.tap.interned_args import (
 )
 from commlens.tap.rejections import will_be_refused
 from commlens.text import count
+from commlens.tracing.in_flight.operands import tensors_in
 from commlens.tracing.patches import Patches, called_by_torch
 
-_Tensor = torch.Tensor
 _LIBRARY_STEPS = {
     ("torch/nn/parallel/distributed.py", "_sync_buffers"): "DDP's broadcast of buffers",
     ("torch/nn/parallel/distributed.py", "_pre_forward"): "DDP's rebuilding of its buckets",
@@ -157,7 +157,6 @@ class SequenceRecorder(tap.WaitSubscriber):
         self._unwaited: dict[int, Stack] = {}  # by index of an asynchronous op: where it was issued
         self._futures: list[int] = []  # of this backward pass: ops whose future was taken
         self._not_a_member: Counter[Stack] = Counter()
-        self._channels: dict[tuple[TapChannel, str | None], Channel] = {}
         self._issuers: set[int] = set()  # threads
         self._compiled_at: Frame | None = None  # the first call of torch.compile
         self._agreed: tuple[UnseenKind, ...] = ()  # guards, with set_enable_guard_collectives
@@ -252,7 +251,10 @@ class SequenceRecorder(tap.WaitSubscriber):
             self._works[tap.unbox_work(boxed)] = index
         elif threading.get_native_id() not in self._coalescing:
             self._waits(index)  # without a Work, the call itself waits
-        self._note_storages(outputs, index)
+        # wait_tensor() of a functional collective is given a view of an output
+        for tensor in tensors_in(outputs):
+            if tensor.layout is torch.strided:
+                self._by_storage[tensor.untyped_storage()._cdata] = index
 
     def _refuse(self, args: InternedArgs, reduce_op: Any, size: int) -> None:
         """Raise an error if each backend that may run the call refuses it. There are several if the
@@ -299,7 +301,7 @@ class SequenceRecorder(tap.WaitSubscriber):
         stack = self.notes.stack()
         op = Collective(
             index,
-            self._channel(args.channel),
+            _channel(args.channel, args.channel.group.mesh_dim),
             number,
             _described(args, reduce_op_code(reduce_op) if reduce_op is not None else None),
             State.ISSUED,
@@ -319,34 +321,6 @@ class SequenceRecorder(tap.WaitSubscriber):
         )
         self.notes.add(Issue(op))
         return index
-
-    def _channel(self, channel: TapChannel) -> Channel:
-        group = channel.group
-        key = channel, group.mesh_dim
-        found = self._channels.get(key)
-        if found is None:
-            found = self._channels[key] = Channel(
-                ProcessGroup(
-                    group.name,
-                    group.members,
-                    group.description,
-                    mesh_dim=group.mesh_dim,
-                    incarnation=group.incarnation,
-                ),
-                channel.device,
-            )
-        return found
-
-    def _note_storages(self, outputs: Any, index: int) -> None:
-        """Note that an op writes these tensors, nested in lists. ``wait_tensor()`` of a functional
-        collective is given a view of one, so they are known by their storage.
-        """
-        if isinstance(outputs, _Tensor):
-            if outputs.layout is torch.strided:
-                self._by_storage[outputs.untyped_storage()._cdata] = index
-        elif outputs is not None:
-            for each in outputs:
-                self._note_storages(each, index)
 
     # --- waits
 
@@ -503,10 +477,25 @@ class SequenceRecorder(tap.WaitSubscriber):
         ]
 
 
-# The same object for all events, so that it is written only once.
+# The same objects for all events, so that they are written only once.
 @functools.cache
 def _described(args: InternedArgs, code: int | None) -> CollectiveArgs:
     return decode_args(msgspec.convert(args.content, ArgsJson), 0 if code is None else code + 1)
+
+
+@functools.cache
+def _channel(channel: TapChannel, mesh_dim: str | None) -> Channel:
+    group = channel.group
+    return Channel(
+        ProcessGroup(
+            group.name,
+            group.members,
+            group.description,
+            mesh_dim=mesh_dim,
+            incarnation=group.incarnation,
+        ),
+        channel.device,
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -134,7 +134,10 @@ def run_rank(plan: Plan, rank: int, shared: SharedValues, wait: Callable[[Run], 
             pass
         except BaseException as error:
             _note_error(sequence, error)
-            _print_error(error)
+            trace = error.__traceback__  # from the program's first line on
+            while trace is not None and kind_of_file(trace.tb_frame.f_code.co_filename) in _OURS:
+                trace = trace.tb_next
+            traceback.print_exception(type(error), error, trace or error.__traceback__)
         buffers.stop()
         recorder.detach()
     sequence.file_lookups = files.lookups
@@ -176,14 +179,6 @@ def _time_stopped() -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, left)
-
-
-def _print_error(error: BaseException) -> None:
-    """Print the traceback of an exception from the program's first line on."""
-    trace = error.__traceback__
-    while trace is not None and kind_of_file(trace.tb_frame.f_code.co_filename) in _OURS:
-        trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace or error.__traceback__)
 
 
 def _patch_system() -> None:

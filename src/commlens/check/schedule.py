@@ -191,7 +191,11 @@ class _Schedule:
         # ops that run one after another: of a group, or of two ranks that exchange messages
         self._streams: dict[tuple[object, ...], deque[Op]] = defaultdict(deque)
         self._moving: deque[deque[Op]] = deque()  # streams whose first op may start
-        self._batches = {rank: _batches_of(sequence) for rank, sequence in sequences.items()}
+        # the indices of the ops of each coalesced group
+        self._batches = {
+            rank: grouped((op.coalescing_id, op.index) for op in sequence.ops if op.coalescing_id)
+            for rank, sequence in sequences.items()
+        }
         self._closers: dict[int, Op] = {}  # by id of a member: the op that it is part of
 
     def run(self) -> Outcome:
@@ -205,7 +209,9 @@ class _Schedule:
             if thread.blocked_in is not None:
                 state = self.ranks[thread.rank]
                 state.blocked_in.append(thread.blocked_in)
-                state.came_to = _place_of(thread, state.sequence)
+                # the other threads' events may come before or after it
+                if len(thread.events) == len(state.sequence.events):
+                    state.came_to = thread.position
         blocked = {rank for rank, state in self.ranks.items() if state.blocked_in}
         for rank, state in self.ranks.items():
             if rank not in blocked:
@@ -538,18 +544,3 @@ def _threads_of(sequence: RankSequence) -> list[_Thread]:
         first = first or thread
         events.setdefault(thread, []).append(event)
     return [_Thread(sequence.rank, each) for each in events.values()]
-
-
-def _place_of(thread: _Thread, sequence: RankSequence) -> float:
-    """Return the number of events before the one at which a thread waits; infinite if the rank has
-    several threads, whose other events may come before or after it.
-    """
-    if len(thread.events) < len(sequence.events):
-        return math.inf
-    return thread.position
-
-
-def _batches_of(sequence: RankSequence) -> dict[int, list[int]]:
-    """Return the indices of the ops of each coalesced group."""
-    found = grouped((op.coalescing_id, op.index) for op in sequence.ops if op.coalescing_id)
-    return dict(found)

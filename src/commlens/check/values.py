@@ -139,7 +139,10 @@ class Values:
         if func in _READS_MEMORY and not _read_by_torch_itself():
             read = [self._origins.of(args[0])]
         if not read:
-            self._mark_computed(result, args)
+            numbers = [each.provenance for each in args if type(each) in FOLLOWED]
+            is_known = all(each.settled for each in numbers)
+            if isinstance(result, torch.Tensor) and not is_known:
+                self._origins.mark(result, UNKNOWN)
             return result
         origin = joined(read)
         if origin is None and not self._choices:
@@ -147,13 +150,6 @@ class Values:
         if func in _MAKES_PLAIN or (func not in _READS_MEMORY and not _is_number(result)):
             return self._escaped(result, origin)
         return self._follow_each(result, origin)
-
-    def _mark_computed(self, result: Any, args: Any) -> None:
-        """Give a tensor that is computed from a followed number its origin."""
-        if isinstance(result, torch.Tensor):
-            numbers = [each.provenance for each in args if type(each) in FOLLOWED]
-            if not all(each.settled for each in numbers):
-                self._origins.mark(result, UNKNOWN)
 
     def _follow_each(self, result: Any, origin: ValueOrigin | None) -> Any:
         """Follow a value that was read, or each value of a list."""

@@ -52,7 +52,7 @@ def run(
         worker.run_here(program, module=module)
     finally:
         trace = traced.finish()
-        if trace is not None and summary and traced.is_first_rank:
+        if trace is not None and summary and not traced.rank:
             _print_summary(trace, str(traced.saved), traced.rank)
 
 

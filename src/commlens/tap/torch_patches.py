@@ -84,7 +84,7 @@ _ISSUING_METHODS = (
 
 # --- the listeners
 
-_recorder: Any = None  # the Recorder of capture, or the SequenceRecorder of check
+_recorder: Any = None  # the Recorder of capture
 _lock = threading.RLock()  # held to change the tracers
 _tracers: tuple[tap.WaitSubscriber, ...] = ()
 _work_listeners: tuple[tap.WaitSubscriber, ...] = ()

@@ -44,7 +44,8 @@ class TracedProcess:
         self._directory = Path(directory).absolute()  # the program may change its working directory
         self._script = script
         self._pid = os.getpid()
-        self._rank: int | None = None
+        self.rank: int | None = None
+        """This process's rank, current or former; None without a process group."""
         self._world_size = 1
         # at destroy_process_group: number of collectives and trace
         self._snapshot: tuple[int, TraceData] | None = None
@@ -63,16 +64,6 @@ class TracedProcess:
             self.live.start()
         except Exception as error:
             self._fail("is not traced", error)
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this process prints the summary."""
-        return not self._rank
-
-    @property
-    def rank(self) -> int | None:
-        """This process's rank, current or former; None without a process group."""
-        return self._rank
 
     def finish(self) -> Trace | None:
         """Stop, save and return the trace; None if there is none, or in a forked child."""
@@ -96,7 +87,7 @@ class TracedProcess:
             if self.saved is not None:
                 return None
             trace = Trace(self._data())
-            path = self._directory / file_name(self._rank)
+            path = self._directory / file_name(self.rank)
             self._directory.mkdir(parents=True, exist_ok=True)
             trace.save(path)
             self.saved = path
@@ -110,21 +101,21 @@ class TracedProcess:
             data.steps = self.live.tracer.traced_steps()
         else:
             data = self.live.tracer.data()
-        if self._rank is not None:
-            data.rank, data.world_size = self._rank, self._world_size
+        if self.rank is not None:
+            data.rank, data.world_size = self.rank, self._world_size
         data.script = self._script
         return data
 
     def _note_rank(self) -> None:
         if dist.is_initialized():
-            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
     # --- groups, which must be named before they are destroyed
 
     def _new_group(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        if self._rank is None and isinstance(made[0], dist.ProcessGroup):
-            self._rank, self._world_size = made[0].rank(), made[0].size()
+        if self.rank is None and isinstance(made[0], dist.ProcessGroup):
+            self.rank, self._world_size = made[0].rank(), made[0].size()
         return made
 
     def _destroy(self, original: Any, group: Any = None) -> Any:

@@ -269,9 +269,7 @@ def _read_torch_frame(info: StackInfo, file: str, frame: FrameType) -> None:
     it have been read before.
     """
     function = frame.f_code.co_name
-    for marker in _MARKERS:  # the innermost frame of each kind
-        if marker.kind not in info.markers and marker.fits(file, frame.f_code):
-            info.markers[marker.kind] = len(info.codes) - 1, marker.variables
+    _note_markers(info, file, frame.f_code)
     if file == _OPS:
         is_near = len(info.codes) <= _PACKET_DEPTH
         if info.packet is None and is_near and function == "__call__":
@@ -297,6 +295,13 @@ def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
         add(frame.f_lasti)
         frame = frame.f_back
     return tuple(key)
+
+
+def _note_markers(info: StackInfo, file: str, code: CodeType) -> None:
+    """Note for which kinds the frame that was read last is the innermost marker frame."""
+    for marker in _MARKERS:
+        if marker.kind not in info.markers and marker.fits(file, code):
+            info.markers[marker.kind] = len(info.codes) - 1, marker.variables
 
 
 def _runs_backward(code: CodeType) -> bool:

@@ -33,21 +33,6 @@ def _runs_its_own_ops(kind: type) -> bool:
     return kind.__module__.startswith("torch.distributed.")
 
 
-def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if types and any(map(_runs_its_own_ops, types)):
-        return NotImplemented  # their ops come here next
-    access = _known.get(id(func))
-    if access is None:
-        access = _known[id(func)] = OpAccess(func)
-    here = self.here
-    here.running += 1
-    try:
-        self.before_op(access, args, kwargs or {})
-        return access.run(*args, **kwargs) if kwargs else access.run(*args)
-    finally:
-        here.running -= 1
-
-
 class _ThreadMode(threading.local):
     running = 0  # ops of this thread that the mode runs: torch takes it from the stack meanwhile
     is_on = False  # as this thread left it
@@ -56,14 +41,27 @@ class _ThreadMode(threading.local):
 class OpsWatch(EagerMode):
     """Calls ``before_op(access, args, kwargs)`` before every op of the threads where it is on."""
 
-    is_left_to_eager = leave_to_eager(_dispatch.__code__)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, after the listener was called."""
+        if types and any(map(_runs_its_own_ops, types)):
+            return NotImplemented  # their ops come here next
+        access = _known.get(id(func))
+        if access is None:
+            access = _known[id(func)] = OpAccess(func)
+        here = self.here
+        here.running += 1
+        try:
+            self.before_op(access, args, kwargs or {})
+            return access.run(*args, **kwargs) if kwargs else access.run(*args)
+        finally:
+            here.running -= 1
+
+    is_left_to_eager = leave_to_eager(__torch_dispatch__.__code__)
 
     def __init__(self, before_op: Callable[[OpAccess, Any, Any], None]) -> None:
         super().__init__()
         self.before_op = before_op
         self.here = _ThreadMode()
-
-    __torch_dispatch__ = _dispatch
 
     def switch(self, wanted: bool) -> bool:
         """Put the mode onto this thread's stack, or take it off, as wanted. Return whether it is so

@@ -74,16 +74,7 @@ class FakeCuda:
         self._mode = _CudaIsCpu()
 
     def install(self, patches: Patches) -> None:
-        """Replace the queries about GPUs."""
-        self._answer_queries(patches)
-        _map_constructors(patches)
-        self._mode.__enter__()
-
-    def remove(self) -> None:
-        """Leave the mode."""
-        self._mode.__exit__(None, None, None)
-
-    def _answer_queries(self, patches: Patches) -> None:
+        """Replace the queries about GPUs, and enter the mode."""
         cuda, accelerator = torch.cuda, getattr(torch, "accelerator", None)
         rank, count = self._local_rank, self._local_world_size
         nothing: Any = None
@@ -152,6 +143,12 @@ class FakeCuda:
 
         for name in ("is_nccl_available", "is_backend_available"):
             patches.wrap(dist.distributed_c10d, name, _answering(True))
+        _map_constructors(patches)
+        self._mode.__enter__()
+
+    def remove(self) -> None:
+        """Leave the mode."""
+        self._mode.__exit__(None, None, None)
 
 
 class _NoOp:

@@ -110,15 +110,13 @@ class FakeWorld:
     @property
     def blind(self) -> list[str]:
         """The limits of this run, in sentences."""
-        sentences = []
-        if self.tensors is not None and self.tensors.mode.invented_at:
-            lines = list(self.tensors.mode.invented_at)
-            more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
-            sentences.append(
-                "The program read values of fake tensors, which were invented:"
-                f" {', '.join(lines[:5])}{more}."
-            )
-        return sentences
+        lines = list(self.tensors.mode.invented_at) if self.tensors is not None else []
+        more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
+        invented = (
+            "The program read values of fake tensors, which were invented:"
+            f" {', '.join(lines[:5])}{more}."
+        )
+        return [invented] if lines else []
 
     def _install(self) -> None:
         """Make the world, and note how to undo each part: the last one first."""
