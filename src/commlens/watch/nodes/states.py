@@ -80,7 +80,8 @@ def states_of(
     observations: Mapping[int, Observation],
     health: NodeHealth | None,
 ) -> States:
-    """Return the states of a node's ranks.
+    """Return the states of a node's ranks. A process that does not know its rank yet is in none, so
+    the node that reports asks this node for its records.
 
     Args:
         members: of this node.
@@ -89,6 +90,8 @@ def states_of(
     """
     found = States()
     for number, member in enumerate(members):
+        if member.rank < 0:
+            continue
         state = pose = None
         if member.box is not None and member.status is not None:
             with contextlib.suppress(FormatError):
@@ -96,10 +99,10 @@ def states_of(
                 log.observation = observations.get(member.pid, Observation())
                 log.health = health if not number else None  # a node's, so in one of its logs
                 state, pose = state_key(log), pose_key(log)
-        if pose is not None and member.rank >= 0:
+        if pose is not None:
             found.poses[pose] = found.poses.get(pose, 0) | 1 << member.rank
-        if state is None or member.rank < 0:
-            found.alone |= 1 << max(member.rank, 0)
+        if state is None:
+            found.alone |= 1 << member.rank
         else:
             found.by_key[state] = found.by_key.get(state, 0) | 1 << member.rank
     return found
