@@ -84,7 +84,8 @@ class _Exchange(Nodes):
         """The packed logs of each world, with one record of each rank, by slot: they say which
         processes it has if it is out of sight later, as the store ended with the program.
         """
-        self._seen_groups: Sequence[ByHand] = ()  # when this world last looked at its processes
+        # when this world last looked at its processes; empty if that failed, None before it
+        self._seen_groups: Sequence[ByHand] | None = None
         self._look_under_way: InBackground[bytes] | None = None  # at its processes
         self._members_due = 0.0  # time.monotonic() at which to exchange processes again
 
@@ -97,9 +98,10 @@ class _Exchange(Nodes):
         is_due = now >= self._members_due
         if is_due:
             self._members_due = now + _MEMBERS_S
-        may_look = is_due or not self._seen_groups  # the first time at once
+        may_look = is_due or self._seen_groups is None  # the first time at once
         if (
             others
+            and self.groups
             and may_look
             and self._look_under_way is None
             and self._seen_groups != self.groups
@@ -116,10 +118,13 @@ class _Exchange(Nodes):
         seconds, and a world that sends nothing for so long counts as lost.
         """
         content = self._look_under_way.wait() if self._look_under_way is not None else None
+        if content is None:
+            return
+        self._look_under_way = None
         if content:
             client.set(key("members", slot), content)
-        if content is not None:
-            self._look_under_way = None
+        else:
+            self._seen_groups = ()  # so it looks again
 
     def lost_worlds(self, answered: Collection[int]) -> tuple[list[list[RankLog]], list[str]]:
         """Return what is known of the worlds that were in sight until the store or folder was lost

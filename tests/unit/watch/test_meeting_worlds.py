@@ -269,6 +269,37 @@ def test_a_later_look_at_the_processes_is_sent_as_soon_as_it_ends(
     assert sent == [b"look 1", b"look 2"]
 
 
+def test_a_look_at_the_processes_that_failed_is_repeated_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meeting_worlds, "_MEMBERS_S", 3600.0)
+    monkeypatch.setattr(Nodes, "_exchange", lambda *_: None)
+    monkeypatch.setattr(Nodes, "others", [Beat(1, "host1", [1])])
+    sent: list[bytes] = []
+    client: Any = SimpleNamespace(
+        set=lambda _, value: sent.append(value), existing_keys=list, get=list
+    )
+    looks: list[int] = []
+
+    def look(records: int) -> bytes:
+        looks.append(records)
+        if len(looks) == 1:
+            raise OSError("no stack can be read")
+        return b"look"
+
+    exchange = meeting_worlds._Exchange("host0", lambda: None, look)
+    exchange.members[1] = b"known"
+    exchange.groups = [ByHand(STORE, 2, 0, (0,))]
+    exchange._exchange(client, 0)
+    eventually(lambda: exchange._exchange(client, 0) or exchange._look_under_way is None)
+    exchange._exchange(client, 0)
+    assert (len(looks), sent) == (1, []), "it is not repeated all the time"
+    for _ in range(2):
+        exchange._members_due = 0.0
+        eventually(lambda: exchange._exchange(client, 0) or exchange._look_under_way is None)
+    assert (len(looks), sent) == (2, [b"look"])
+
+
 def test_worlds_part_once_all_members_are_in_sight(two: tuple[World, World]) -> None:
     first, second = two
     first.log.setups += log_of(1 - int(first.host[-1]), first.host).setups
