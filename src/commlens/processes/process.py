@@ -34,8 +34,13 @@ _EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
 _BOX: Final = re.compile(rb"/rank\d+\.\d+\.box\b")
 _COMMAND_MAX: Final = 80
+_FLAGS: Final = "[bBdEhiIOPqsSuvxV?]*"  # the interpreter's options that take no value
+# the interpreter with its options, of which -W and -X take a value
+_PYTHON: Final = rf"[^ ]*(?: -{_FLAGS}[WX] ?[^ ]+| -(?!{_FLAGS}[cm](?: |$))[^ ]+)*"
 # a command line with code in it, and its beginning up to the code
-_CODE: Final = re.compile(r"^([^ ]*(?: -[^ ]*)*? -[A-Za-z]*c)(?: .*)?$", re.DOTALL)
+_CODE: Final = re.compile(rf"^({_PYTHON} -{_FLAGS}c)(?: .*)?$", re.DOTALL)
+# a command line with a module's name or a script
+_PROGRAM: Final = re.compile(rf"^{_PYTHON} (?:-{_FLAGS}m |(?!-))(?:[^ ]*/)?(.+)$", re.DOTALL)
 _DESCENDANTS_MAX: Final = 256
 _FILE_MAX: Final = 1 << 24
 _NETLINK_SOCK_DIAG: Final = 4
@@ -216,17 +221,9 @@ def script_of(command: str) -> str:
     """
     if _CODE.match(command):
         return INLINE_CODE
-    words = command.split(" ")
-    for position, word in enumerate(words[1:], 1):
-        if word == "-m":
-            return _cut(" ".join(words[position + 1 :]))
-        if not word.startswith("-"):
-            return _cut(" ".join([word.rpartition("/")[2], *words[position + 1 :]]))
-    return _cut(command)
-
-
-def _cut(command: str) -> str:
-    return command if len(command) <= _COMMAND_MAX else f"{command[:_COMMAND_MAX]}..."
+    found = _PROGRAM.match(command)
+    program = found[1] if found else command
+    return program if len(program) <= _COMMAND_MAX else f"{program[:_COMMAND_MAX]}..."
 
 
 def runs_python(pid: int) -> bool:
