@@ -112,6 +112,20 @@ def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
     assert len(page.ranks.rank) == ranks
 
 
+def test_groups_without_a_table_are_counted() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank % 2:
+            yield Stay(57, "load_batch")
+        yield all_reduce(pairs[rank // 2], line=21)
+
+    job = Job(16)
+    pairs = [job.group(f"pair{rank}", (rank, rank + 1)) for rank in range(0, 16, 2)]
+    tables = page_of(job.run(program).logs()).tables
+    notes = [table.left_out for table in tables if "no table" in table.left_out]
+    assert notes == ["2 more groups in which ranks wait have no table."]
+
+
 def test_ranks_that_wait_for_many_keys_are_one_class() -> None:
     logs = [
         msgspec.structs.replace(in_store(rank, f"part-{rank}"), world_size=12) for rank in range(12)

@@ -70,7 +70,8 @@ def tables(job: PageJob) -> list[Table]:
     made = [_aligned(job, key, number) for key, number in list(centres.items())[:_TABLES_MAX]]
     if len(centres) > _TABLES_MAX:
         more = len(centres) - _TABLES_MAX
-        made[-1].left_out += f" {more} more groups in which ranks wait have no table."
+        note = f"{more} more groups in which ranks wait have no table."
+        made[-1].left_out = f"{made[-1].left_out} {note}".lstrip()
     if any(view.history for view in job.index.views.values()):
         made.append(_in_order(job))
     return made
