@@ -67,6 +67,12 @@ _ROWS: Final[tuple[_Row, ...]] = (
     (rf"AER: (?:Multiple )?Uncorrect\w+ \(\S+\) error.*{_PCI}", "pcie-error", "pcie", ""),
     (r"EDAC \S+: \d+ UE ", "memory-error", "host-memory", "memory"),
     (r"EDAC \S+: \d+ CE ", "memory-error-corrected", "host-memory", "memory"),
+    (
+        r"Memory failure: \S+ (?:Sending SIGBUS to|Killing) (?P<name>.{1,40}):(?P<pid>\d+) due to",
+        "memory-error",
+        "host-memory",
+        "memory",
+    ),
     # Without an exception, the line tells of an error that was found later: most were corrected.
     # Of the bank's status, bit 61 tells that this one was not (x86's manuals, MCi_STATUS.UC).
     (
@@ -160,9 +166,9 @@ _ROWS: Final[tuple[_Row, ...]] = (
 )
 _PATTERNS: Final = [(re.compile(row[0]), *row[1:]) for row in _ROWS]
 _ANY: Final = re.compile(
-    r"Xid|fallen off|amdgpu|PCIe Bus Error|AER:|EDAC|Hardware Error|Killed process|mlx5_core"
-    r"|[Ll]ink (?:is )?(?:[Dd]own|[Uu]p)|definitely down|NETDEV WATCHDOG|nfs: server|Lustre"
-    r"|was lost; in progress|blocked for more|I/O|temperature|EXT4-fs|XFS|read-only|ceph: "
+    r"Xid|fallen off|amdgpu|PCIe Bus Error|AER:|EDAC|Memory failure|Hardware Error|Killed process"
+    r"|mlx5_core|[Ll]ink (?:is )?(?:[Dd]own|[Uu]p)|definitely down|NETDEV WATCHDOG|nfs: server"
+    r"|Lustre|was lost; in progress|blocked for more|I/O|temperature|EXT4-fs|XFS|read-only|ceph: "
 )
 """Every line that one of the patterns matches matches this one, which is quicker."""
 

@@ -76,6 +76,13 @@ NOON = 1_790_251_391  # 2026-09-24 12:03:11 UTC
         ),
         ("EDAC MC1: 1 UE memory read error", "memory-error", "host-memory", "memory"),
         (
+            "Memory failure: 0x3f5c12: Sending SIGBUS to python:4121 due to hardware memory"
+            " corruption",
+            "memory-error",
+            "host-memory",
+            "memory",
+        ),
+        (
             "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 9",
             "machine-check",
             "host-memory",
@@ -187,6 +194,12 @@ def test_the_process_is_taken_from_a_message() -> None:
         77,
         "stress-ng",
     )
+    bad = event_of(
+        "Memory failure: 0x3f5c12: Sending SIGBUS to pt_main_thread:4121 due to hardware memory"
+        " corruption",
+        NOON,
+    )
+    assert bad is not None and (bad.pid, bad.name) == (4121, "pt_main_thread")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +211,7 @@ def test_the_process_is_taken_from_a_message() -> None:
         "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
         "mlx5_core 0000:17:00.0: Port module event: module 0, Cable plugged",
         "EDAC MC: Ver: 3.0.0",
+        "Memory failure: 0x3f5c12: recovery action for dirty LRU page: Recovered",
         "mce: [Hardware Error]: Machine check events logged",
         # corrected errors: of bank 7 of an Intel CPU, and of bank 17 of an AMD one
         "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 7: 8c00004000010090",

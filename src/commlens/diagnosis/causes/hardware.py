@@ -416,15 +416,15 @@ def _fits_cause(cause: StuckInside | Missing | Dead, users: _PartUsers, event: H
 
     Storage and memory belong to the whole node. So one that does not arrive was held up by them
     only if it waits for something. One that died was killed for memory only if the kernel says so
-    of its own process; and for bad memory, of which the kernel names no process, only if it got the
-    signal that the kernel sends to a process that reads such memory.
+    of its own process; and for bad memory only if it got the signal that the kernel sends to a
+    process that reads such memory, and the kernel names no other process.
     """
     if event.fault not in ("storage", "host-memory"):
         return True
     if isinstance(cause, Missing):
         return cause.activity.why in _WAITING
     if isinstance(cause, Dead) and event.what != "oom-kill":
-        return cause.signal == "SIGBUS"
+        return cause.signal == "SIGBUS" and (users.alone or not event.pid)
     return users.alone
 
 

@@ -201,6 +201,20 @@ def test_a_memory_error_explains_the_signal_that_the_kernel_sends_for_it(
     assert (verdict.action.do == "exclude-node") == explains
 
 
+@pytest.mark.parametrize(("pid", "explains"), [(1000 + DEAD, True), (77, False)])
+def test_a_memory_error_of_another_process_explains_no_death(
+    pid: int, explains: bool, tmp_path: Path
+) -> None:
+    logs, ended_ns = _dead("SIGBUS")
+    assert logs[DEAD].pid == 1000 + DEAD
+    line = f"Memory failure: 0x3f5c12: Sending SIGBUS to python:{pid} due to hardware memory corruption"
+    incident = Incident("memory error", "dead", lambda scene: scene.log(1, line, before_s=1))
+    lay_over(logs, incident, ended_ns, tmp_path)
+    verdict = diagnose_logs(logs)
+    assert verdict.culprits == [DEAD] and verdict.cause is not None
+    assert [each.explains for each in verdict.cause.hardware] == [explains]
+
+
 def test_a_place_is_unknown_where_the_driver_does_not_tell_the_gpus(tmp_path: Path) -> None:
     logs, stalled_ns = _stuck()
     lay_over(logs, cause("Xid 48"), stalled_ns, tmp_path)
