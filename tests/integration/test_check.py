@@ -639,6 +639,36 @@ def changes_places() -> None:
     dist.barrier()
 
 
+def _captures() -> torch.Tensor:
+    begin()
+    x = torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+        assert torch.cuda.is_current_stream_capturing()
+        x += 1
+    graph.replay()
+    assert not torch.cuda.is_current_stream_capturing()
+    return x
+
+
+def captures_collectives() -> None:
+    x = _captures()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    dist.all_reduce(x)
+    graph.capture_end()
+    for _ in range(1 + dist.get_rank()):
+        graph.replay()
+
+
+def computes_by_a_graph() -> None:
+    _captures()
+    inputs = (torch.ones(2, 4, device="cuda", requires_grad=True),)
+    model = torch.cuda.make_graphed_callables(torch.nn.Linear(4, 4).cuda(), inputs)
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    dist.all_reduce(model.weight.grad)
+
+
 def _compiles() -> None:
     begin()
     torch.compile(torch.sin, backend="eager")(torch.ones(4))
@@ -668,6 +698,7 @@ def exchanges_guards() -> None:
         (asks_for_more_ranks, 2, "init_process_group", "a world of 3 ranks, but this check runs 2"),
         (makes_worlds_of_two, 4, "", "a world of 2 ranks, but this check runs 4"),
         (changes_places, 2, "", "rank 0, but this check runs another rank there"),
+        (captures_collectives, 2, "dist.all_reduce", "at each replay"),
         (exchanges_sizes_as_it_compiles, 2, "", "exchanges sizes between ranks"),
         pytest.param(
             *(exchanges_guards, 2, "", "its guards exchange"),
@@ -695,6 +726,19 @@ def test_what_is_not_followed_is_not_proven(
 def test_what_is_followed_is_proven(program: Any) -> None:
     verdict = checked(program)
     assert verdict.kind == "healthy" and not verdict.missing_evidence, verdict
+
+
+def fails_after_a_graph() -> None:
+    _captures()
+    assert dist.get_rank() == 0, "the values that a replay computes are other ones"
+    dist.barrier()
+
+
+def test_what_runs_in_a_graph_leaves_a_fault_after_it_open() -> None:
+    verdict = checked(computes_by_a_graph)
+    assert verdict.kind == "healthy" and "captures a CUDA graph" in verdict.missing_evidence[0]
+    verdict = checked(fails_after_a_graph)
+    assert verdict.kind == "undetermined" and "captures a CUDA graph" in verdict.explanation
 
 
 def meets_a_barrier_in_ddp() -> None:

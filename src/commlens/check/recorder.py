@@ -55,6 +55,7 @@ from commlens.model.frames import FrameKind
 from commlens.model.hazard import Hazard
 from commlens.model.ops import COALESCED, POINT_TO_POINT
 from commlens.tap import tap, torch_patches
+from commlens.tap.cuda_graphs import is_capturing
 from commlens.tap.groups import Groups
 from commlens.tap.groups import LiveChannel as TapChannel
 from commlens.tap.interned_args import (
@@ -174,6 +175,7 @@ class SequenceRecorder(tap.WaitSubscriber):
         wrap(torch.autograd, "_engine_run_backward", self._backward)
         wrap(torch.autograd.graph, "_engine_run_backward", self._backward)
         wrap(torch, "compile", self._compile)
+        wrap(torch.cuda.CUDAGraph, "capture_begin", self._capture)
         wrap(torch.compiler, "set_enable_guard_collectives", self._guard_together)
         for kind in (c10d.Work, *c10d.Work.__subclasses__()):
             wrap(kind, "get_future", self._take_future)
@@ -213,6 +215,8 @@ class SequenceRecorder(tap.WaitSubscriber):
         if group.hand_made is not None:
             self.notes.note_unseen("group", count(group.size, "rank"))
             return None
+        if is_capturing():
+            self.notes.note_unseen("graph")
         args = self._args.find(spec, arguments, group)
         thread = threading.get_native_id()
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
@@ -433,6 +437,11 @@ class SequenceRecorder(tap.WaitSubscriber):
         """Note the first call of ``torch.compile``."""
         self._compiled_at = self._compiled_at or user_frame(self.notes.stack())
         return original(*args, **kwargs)
+
+    def _capture(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a CUDA graph: its replays run nothing here."""
+        self.notes.guess("graph")
+        original(*args, **kwargs)
 
     def _guard_together(self, original: Any, enabled: bool) -> Any:
         """Note ``set_enable_guard_collectives``: the ranks then agree on what to compile anew."""

@@ -24,6 +24,7 @@ GuessKind = Literal[
     "source",  # the sender whose message a receive from any source took
     "file",  # a file that other ranks write
     "thread",  # several threads issue collectives: their order may differ in each run
+    "graph",  # values that a CUDA graph computes at each replay
 ]
 
 
@@ -92,6 +93,7 @@ UnseenKind = Literal[
     "store",  # the program makes a TCPStore at such an address
     "world",  # init_process_group asks for another world size or rank than the one that is run
     "group",  # a group that the program makes by hand: its members are not known
+    "graph",  # the replays of a CUDA graph in which collectives were captured
     "guards",  # torch.compile's guards agree across ranks
     "sizes",  # torch.compile exchanges sizes
     "partitioner",  # torch.compile's ranks agree on the values that backward needs

@@ -25,6 +25,8 @@ _GUESSES = {
     "source": "uses the number of the rank whose message a receive from any rank took",
     "file": "needs a file that another rank may write",
     "thread": "issues collectives from several threads",
+    "graph": "captures a CUDA graph, which this check runs once, at its capture, and not at each"
+    " replay",
 }
 
 _UNSEEN = {
@@ -35,6 +37,8 @@ _UNSEEN = {
     "world": "init_process_group at {at} asks for {name}",
     "group": "the program makes a group of {name} by hand, which it uses at {at}: this check does"
     " not know its members, and does not follow what they do in it",
+    "graph": "what is captured in a CUDA graph at {at} is issued here at the capture, and in a real"
+    " run at each replay",
     **{  # of torch.compile
         part: f"what is compiled by torch.compile at {{at}} is not compiled here: {COMPILER[part]}"
         for part in ("guards", "sizes", "partitioner", "autotuning")

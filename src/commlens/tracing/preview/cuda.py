@@ -107,12 +107,17 @@ class FakeCuda:
             "current_stream": _NoOp(),
             "default_stream": _NoOp(),
             "set_stream": nothing,
+            "graph_pool_handle": (0, 0),
         }
         for name, answer in answers.items():
             # Calls that would raise without a GPU are answered for torch too, which makes them only
             # for a given device.
             patches.wrap(cuda, name, _answering(answer, for_torch=name not in _ASKED_BY_TORCH))
         patches.wrap(cuda, "get_rng_state", lambda original, *args, **kwargs: torch.get_rng_state())
+        _Graph.captures = False
+        patches.replace(cuda, "CUDAGraph", _Graph)
+        patches.replace(cuda, "graph", _capture_of)
+        patches.wrap(cuda, "is_current_stream_capturing", lambda original: _Graph.captures)
         for name in ("Stream", "Event", "device", "stream"):
             if isinstance(getattr(cuda, name), type):
                 patches.replace(cuda, name, _NoOp)
@@ -121,6 +126,8 @@ class FakeCuda:
         for name in ("range_push", "range_pop", "mark"):
             patches.wrap(cuda.nvtx, name, _answering(nothing))
         if accelerator is not None:
+            if hasattr(accelerator, "Graph"):  # not on all versions
+                patches.replace(accelerator, "Graph", _Graph)
             device = torch.device("cuda", rank)
             for name, answer in (
                 ("is_available", True),
@@ -170,6 +177,34 @@ class _NoOp:
         return lambda *args, **kwargs: (
             0.0 if name == "elapsed_time" else True if name == "query" else None
         )
+
+
+class _Graph(_NoOp):
+    """A CUDA graph. What is captured runs at once, and a replay runs nothing: its tensors keep the
+    values of the capture.
+    """
+
+    captures = False
+
+    def __enter__(self) -> _Graph:
+        self.capture_begin()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.capture_end()
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note that work is captured."""
+        _Graph.captures = True
+
+    def capture_end(self) -> None:
+        """Note that no work is captured any more."""
+        _Graph.captures = False
+
+
+def _capture_of(cuda_graph: _Graph, *args: Any, **kwargs: Any) -> _Graph:
+    """Stand for ``torch.cuda.graph``."""
+    return cuda_graph
 
 
 def _answering(answer: Any, *, for_torch: bool = False) -> Any:
