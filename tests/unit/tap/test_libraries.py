@@ -8,7 +8,9 @@ import logging
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +113,22 @@ def test_calls_are_counted_before_they_are_recorded(place: Path) -> None:
         told = listening()
         buffer.dispatch(2)
         assert told[0][3] == 2
+
+
+def test_a_folder_without_code_is_no_library(
+    place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Python 3.10, its spec has no loader."""
+    monkeypatch.setattr(libraries, "_failed", False)
+    found = ModuleSpec("some_library", None, is_package=True)
+    finder = SimpleNamespace(find_spec=lambda name, *_: found if name == found.name else None)
+    with adapted([adapter()], place):
+        sys.meta_path.insert(1, finder)
+        try:
+            assert importlib.import_module("some_library").__file__ is None
+        finally:
+            sys.meta_path.remove(finder)
+        assert not caplog.records and libraries.states == {}
 
 
 def test_a_module_that_two_finders_find_is_adapted_once(place: Path) -> None:
