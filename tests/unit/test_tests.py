@@ -75,7 +75,7 @@ NOT_YET = {
     """,
     "integration/test_verify_strict.py": """
         verification/announcer verification/comparison
-        verification/operation verification/rendezvous
+        verification/rendezvous
     """,
     "integration/test_verify_switches.py": """
         commands/run

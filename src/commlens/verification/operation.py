@@ -70,6 +70,7 @@ def verify_operation(
         shapes: False if tensors may differ in size and need only the same number of dimensions.
 
     Raises:
+        ValueError: the function has no parameter with the name in ``group``.
         DistributedOperationException: raised by the decorated function: the arguments do not match,
             or a rank did not arrive.
     """
@@ -77,6 +78,11 @@ def verify_operation(
         return functools.partial(verify_operation, group=group, values=values, shapes=shapes)
     signature = inspect.signature(function)
     name = _name(function)
+    if isinstance(group, str) and group not in signature.parameters:
+        raise ValueError(
+            f"verify_operation(group={group!r}): {name} has no parameter {group!r}; its parameters"
+            f" are {', '.join(signature.parameters) or 'none'}"
+        )
     named = frozenset() if isinstance(values, bool) else frozenset(values)
 
     def compare_value(argument: str) -> bool:
