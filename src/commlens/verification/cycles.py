@@ -137,7 +137,7 @@ class Cycles:
             and time.monotonic_ns() - since > longer_than_ns
             and self.absent_from(key, number)
         )
-        if not waits or since <= self._refusals.posted_ns(rank):
+        if not waits or self._refusals.concern_since(rank, since):
             return None
         return BoardWait(rank, key, number)
 

@@ -86,14 +86,17 @@ class Refusals:
         ranks = self._posted.read(index).get("ranks", ())
         return ranks if isinstance(ranks, list) else ()
 
-    def posted_ns(self, rank: int) -> int:
-        """Return when the newest refusal that concerns a rank was posted on this node
-        (``CLOCK_MONOTONIC``); 0 if there is none.
+    def concern_since(self, rank: int, since_ns: int) -> bool:
+        """Return whether a refusal that concerns a rank was posted on this node at this time
+        (``CLOCK_MONOTONIC``) or later.
         """
-        posted = (self._posted.read(at) for at in range(self._posted.count()))
-        return max(
-            (int(each.get("posted_ns", 0)) for each in posted if _concerns(each, rank)), default=0
-        )
+        for at in reversed(range(self._posted.count())):
+            posted = self._posted.read(at)
+            if posted.get("posted_ns", since_ns) < since_ns:
+                return False  # those before it are older
+            if _concerns(posted, rank):
+                return True
+        return False
 
     def raise_if_posted(self, pending: Pending) -> None:
         """Raise a refusal of this very collective.

@@ -60,3 +60,20 @@ def test_a_rank_that_has_yet_to_raise_a_refusal_does_not_wait(
     boards[1].set_waiting(KEYS[1], 1, time.monotonic_ns())
     time.sleep(0.4)
     assert cycles.find() == [(0, KEYS[0], 1), (1, KEYS[1], 1)], "a new wait counts"
+
+
+def test_of_many_refusals_only_those_since_the_wait_are_read(
+    tmp_path: Path, boards: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may catch each refusal and go on."""
+    log = RefusalLog(tmp_path)
+    for number in range(50):
+        log.post(KEYS[0], number, {"kind": "mismatch", "text": "", "ranks": [0, 1]})
+    refusals = Refusals(log, 0, SimpleNamespace())
+    began = time.monotonic_ns()
+    log.post(KEYS[1], 1, {"kind": "mismatch", "text": "", "ranks": [1]})
+    read, reads = log.read, []
+    monkeypatch.setattr(log, "read", lambda at: reads.append(at) or read(at))
+    assert refusals.concern_since(1, began) and reads == [50]
+    assert not refusals.concern_since(0, began) and reads == [50, 50, 49]
+    assert refusals.concern_since(0, 0)
