@@ -191,6 +191,11 @@ def test_an_unknown_option_is_named(capsys):
             " of --check-numbers, write '--check-numbers=every 1 steps'.",
         ),
         (
+            ["launch", "--trace", "2:4", "t.py"],
+            "The program 2:4 cannot be read: there is no such file. If it is the value of --trace,"
+            " write --trace=2:4.",
+        ),
+        (
             ["run", "--debug", "sample", "t.py"],
             "The program sample cannot be read: there is no such file. If it is the value of"
             " --debug, write --debug=sample.",

@@ -403,6 +403,24 @@ def test_check_numbers_takes_a_value_after_an_equals_sign_only(given, checks):
     assert settings_from(parsed).settings.check_numbers == checks
 
 
+@pytest.mark.parametrize(
+    ("given", "program", "steps"),
+    [
+        (["train.py", "--trace"], ["train.py", "--trace"], None),
+        (["train.py", "--trace=2:4"], ["train.py", "--trace=2:4"], None),
+        (["--trace", "train.py", "2:4"], ["train.py", "2:4"], "all"),
+        (["--trace=2:4", "train.py", "--trace", "all"], ["train.py", "--trace", "all"], "2:4"),
+        (["--trace", "-m", "all"], ["all"], "all"),
+    ],
+)
+def test_trace_takes_a_value_after_an_equals_sign_only(given, program, steps):
+    from commlens.launch.torchrun import parse
+
+    parsed = parse(given)
+    assert [parsed.training_script, *parsed.training_script_args] == program
+    assert parsed.commlens_trace == steps
+
+
 @pytest.mark.parametrize("value", ["sample", " Sample"])
 def test_debug_takes_sample_from_the_environment_and_passes_it_on(value):
     from commlens.config import settings_environment

@@ -33,7 +33,6 @@ from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 from commlens.formats.torch_log import read_torch_log
 from commlens.formats.trace_json import read_trace
-from commlens.launch.torchrun import _join_trace, _split_trace
 from commlens.model.collective import Channel
 from commlens.reports.converted import table
 from commlens.traces.rows import to_csv
@@ -326,22 +325,6 @@ class TestCsv:
         # control characters in a dump are escaped when it is read
         assert cells.count(f"'{text}") == (2 if text.isprintable() else 1)
         assert ",-1," in cells
-
-
-class TestTraceOption:
-    @pytest.mark.parametrize(
-        ("given", "passed"),
-        [
-            (["--trace", "all", "train.py"], ["--trace=all ", "train.py"]),
-            (["--trace", "2:4", "train.py"], ["--trace=2:4 ", "train.py"]),
-            (["--trace", "train.py"], ["--trace= all ", "train.py"]),
-            (["--trace=2:4", "train.py"], ["--trace=2:4", "train.py"]),
-            (["all", "--trace"], ["all", "--trace= all "]),
-        ],
-    )
-    def test_takes_a_value_or_none(self, given: list[str], passed: list[str]) -> None:
-        assert _join_trace(given) == passed
-        assert _split_trace(passed) == given  # the script's own arguments are as they were
 
 
 COMMANDS = [

@@ -66,7 +66,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
                 metavar=accepts.metavar,
                 help=accepts.help + takes,
             )
-    _add_check_numbers(parser, group)
+    add_optional_value(
+        parser,
+        group,
+        "--check-numbers",
+        "on",
+        "compare the tensors that ranks must have alike after every 100th optimizer step;"
+        " --check-numbers=HOW accepts every N steps, nan, every-op, tolerance=X, with commas"
+        " between them",
+    )
     group.add_argument(
         "--config-file",
         dest="commlens_config_file",
@@ -75,22 +83,18 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_check_numbers(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Add ``--check-numbers``, with or without ``=HOW``. argparse would take the program's name for
-    an optional value, so each form that is given becomes an option without one.
+def add_optional_value(
+    parser: argparse.ArgumentParser,
+    group: argparse._ArgumentGroup,
+    flag: str,
+    without_value: str,
+    help_text: str,
+) -> None:
+    """Add an option of ``launch`` that is given with or without ``=VALUE``. argparse would take the
+    program's name for an optional value, so each form that is given becomes an option without one.
     """
-    flag, dest = "--check-numbers", "commlens_check_numbers"
-    group.add_argument(
-        flag,
-        dest=dest,
-        action="store_const",
-        const="on",
-        help=(
-            "compare the tensors that ranks must have alike after every 100th optimizer step;"
-            " --check-numbers=HOW accepts every N steps, nan, every-op, tolerance=X, with commas"
-            " between them"
-        ),
-    )
+    dest = "commlens_" + flag.removeprefix("--").replace("-", "_")
+    group.add_argument(flag, dest=dest, action="store_const", const=without_value, help=help_text)
     parse_optional: Any = parser._parse_optional
 
     def parse(argument: str) -> Any:
@@ -123,8 +127,8 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
 
 
 def refuse_value(arguments: argparse.Namespace, program: str, *, module: bool) -> None:
-    """Refuse the value of an option in the program's place: ``--debug`` and ``--check-numbers``
-    take a value only after ``=``.
+    """Refuse the value of an option in the program's place: ``--debug``, ``--check-numbers`` and
+    ``--trace`` take a value only after ``=``.
 
     Args:
         arguments: the parsed options of :func:`add_settings`.
@@ -136,8 +140,9 @@ def refuse_value(arguments: argparse.Namespace, program: str, *, module: bool) -
     """
     if module or Path(program).exists():
         return
-    for name, without_value in (("check_numbers", "on"), ("debug", True)):
-        if getattr(arguments, f"commlens_{name}") == without_value and _accepts(name, program):
+    for name, without_value in (("check_numbers", "on"), ("debug", True), ("trace", "all")):
+        given = getattr(arguments, f"commlens_{name}", None)
+        if given == without_value and _accepts(name, program):
             flag = "--" + name.replace("_", "-")
             raise CommandError(
                 f"The program {program} cannot be read: there is no such file. If it is the value"

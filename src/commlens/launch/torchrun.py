@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import shlex
 import signal
 import socket
@@ -31,6 +30,7 @@ from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.launch import autoload, background_build, torch_recorder
 from commlens.launch.new_warnings import new_warnings
 from commlens.launch.options import (
+    add_optional_value,
     add_settings,
     own_options,
     program_from,
@@ -44,7 +44,6 @@ from commlens.processes.senders import senders_remembered
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import STOP_NUMBERS, Watcher
 
-_STEPS = re.compile(r"all|\d+(:\d*)?|:\d+")
 _OF_A_RENDEZVOUS = ("store-unreachable", "store-lost", "rendezvous", "not-all-joined", "port-taken")
 _ANSWERS_WITHIN_S = 2.0
 EXIT_STATUSES: Final[Mapping[Do, int]] = MappingProxyType(
@@ -82,14 +81,13 @@ def torchrun_parser() -> argparse.ArgumentParser:
     )
     add_settings(parser)
     group = parser.add_argument_group("tracing")
-    group.add_argument(
+    add_optional_value(
+        parser,
+        group,
         "--trace",
-        dest="commlens_trace",
-        metavar="[all|FIRST:LAST]",
-        help=(
-            "trace every worker's collectives, in all optimizer steps (the default) or in these"
-            " (2:4 is steps 2 and 3)"
-        ),
+        "all",
+        "trace every worker's collectives in all optimizer steps; --trace=FIRST:LAST in these only"
+        " (2:4 is steps 2 and 3)",
     )
     group.add_argument(
         "--trace-dir",
@@ -122,9 +120,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         # otherwise argparse drops a "--" from the script's arguments
         if action.dest == "training_script":
             action.nargs = argparse.REMAINDER
-    arguments = parser.parse_args(_join_trace(argv))
+    arguments = parser.parse_args(argv)
     program = program_from(
-        _split_trace(arguments.training_script), arguments.commlens_options, module=arguments.module
+        arguments.training_script, arguments.commlens_options, module=arguments.module
     )
     if not program:
         raise CommandError(
@@ -308,37 +306,6 @@ def _advice(error: BaseException) -> str:
         except OSError as again:
             text += f"\n{again}"
     return known_step(text)
-
-
-def _join_trace(argv: Sequence[str]) -> list[str]:
-    """Write ``--trace`` and its value, if it has one, as one argument, since a script's name may
-    follow ``--trace``, too.
-
-    Spaces mark what was written otherwise: ``"--trace=all "`` were two arguments, ``"--trace= all
-    "`` had no value.
-    """
-    joined: list[str] = []
-    arguments = list(argv)
-    for at, argument in enumerate(arguments):
-        if at and arguments[at - 1] == "--trace" and _STEPS.fullmatch(argument):
-            joined[-1] = f"--trace={argument} "
-        else:
-            joined.append("--trace= all " if argument == "--trace" else argument)
-    return joined
-
-
-def _split_trace(argv: Sequence[str]) -> list[str]:
-    """Undo :func:`_join_trace` in the script's own arguments."""
-    split: list[str] = []
-    for argument in argv:
-        value = argument.removeprefix("--trace=")
-        if argument == "--trace= all ":
-            split.append("--trace")
-        elif value != argument and value.endswith(" ") and _STEPS.fullmatch(value[:-1]):
-            split += ["--trace", value[:-1]]
-        else:
-            split.append(argument)
-    return split
 
 
 def job_name(arguments: argparse.Namespace) -> str:

@@ -38,7 +38,7 @@ take for something else.
 """
 
 VERBS = {
-    "launch": (["--nproc-per-node", "2", "--trace", "2:4", "--debug"], "--stall-timeout"),
+    "launch": (["--nproc-per-node", "2", "--trace=2:4", "--debug"], "--stall-timeout"),
     "run": (["--debug", "--box-entries=9"], "--stall-timeout"),
     "trace": (["--steps", "1:2", "--no-summary"], "--depth"),
     "preview": (["--world-size", "8", "--rank", "3"], "--fake-tensors"),
