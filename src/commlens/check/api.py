@@ -11,11 +11,10 @@ from commlens.check.branches import (
     Branch,
     Choice,
     Value,
-    number_of_combinations,
     parse_branch,
     unmet,
 )
-from commlens.check.explore import COMBINATIONS, explore
+from commlens.check.explore import explore, to_try
 from commlens.check.judge import Checked, judge
 from commlens.check.processes import RankProcesses
 from commlens.check.run_rank import Plan, warm_up
@@ -39,7 +38,6 @@ def check_plan(
     script: str = "",
     seen: Callable[[int, int], None] | None = None,
     branches: Sequence[Branch] = (),
-    combinations: int = COMBINATIONS,
     all_ranks: bool = False,
 ) -> tuple[Checked, dict[int, str]]:
     """Check a program, and return what its ranks printed, too.
@@ -51,21 +49,17 @@ def check_plan(
         seen: called after each rank with the number of ranks run so far, and the most that may be
             run: of a large world, a few are run. With several combinations, a rank counts once for
             each; it counts once if it is run again.
-        branches: answers to the program's reads of tensors; all combinations of them are tried.
-        combinations: how many of these, at most.
+        branches: answers to the program's reads of tensors; their combinations are tried.
         all_ranks: run every rank, also of a large world.
     """
     if plan.world_size < 1:
         raise CommandError(f"The world size must be at least 1, not {plan.world_size}.")
     if backend and backend not in RULES:
         raise CommandError(f"There are no rules of {backend!r}: give {joined(list(RULES), 'or')}.")
-    if combinations < 1:
-        raise CommandError(f"At least 1 combination of answers must be tried, not {combinations}.")
     warm_up()
     plan = plan._replace(backend=backend)
     done = set[tuple[tuple[Choice, ...], int]]()
-    total = plan.world_size * min(number_of_combinations(branches), combinations)
-
+    total = plan.world_size * len(to_try(branches))
     outputs: dict[int, str] = {}
 
     def judge_all(sequences: Mapping[int, RankSequence]) -> Checked:
@@ -87,7 +81,7 @@ def check_plan(
         outputs.update(ranks.outputs)
         return checked
 
-    explored = explore(run, judge_all, branches, bound=combinations)
+    explored = explore(run, judge_all, branches)
     for branch in unmet(branches, explored.decisions):
         raise CommandError(branch_words.no_such_branch(str(branch), explored.decisions))
     return explored.checked.with_verdict(branch_words.verdict(explored)), outputs
@@ -103,7 +97,6 @@ def check(
     ranks_per_node: int = 8,
     timeout_s: float = _TIMEOUT_S,
     branches: Branches = (),
-    combinations: int = COMBINATIONS,
     all_ranks: bool = False,
 ) -> Verdict:
     """Find the mismatches and deadlocks that every run of a program would meet, without running it
@@ -120,8 +113,8 @@ def check(
         ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
         timeout_s: seconds for the run of each rank.
         branches: answers to try where a line asks for a value of a tensor:
-            ``{"train.py:81": (True, False)}``, or ``["train.py:81=true,false"]``.
-        combinations: how many combinations of these answers to try, at most.
+            ``{"train.py:81": (True, False)}``, or ``["train.py:81=true,false"]``. Of several lines,
+            16 combinations at most.
         all_ranks: run every rank, also of more than 16; otherwise a few of each kind.
 
     Returns:
@@ -144,7 +137,6 @@ def check(
         plan,
         backend=backend,
         branches=branches_of(branches),
-        combinations=combinations,
         all_ranks=all_ranks,
     )
     verdict = checked.verdict

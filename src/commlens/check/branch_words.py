@@ -28,7 +28,7 @@ def verdict(explored: Explored) -> Verdict:
     if len(explored.tried) < explored.combinations:
         limits.append(
             f"{len(explored.tried)} of {explored.combinations} combinations of answers were"
-            f" tried: --combinations {explored.combinations} tries all."
+            " tried: check again with fewer answers (--branch) for the others."
         )
     summary = found.summary + _condition(explored, unanswered)
     if explored.checked.classes is not None:

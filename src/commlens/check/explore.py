@@ -19,8 +19,7 @@ from commlens.check.run_world import Judge
 from commlens.model.cause import LatentFault
 from commlens.model.verdict import Finding, Verdict
 
-COMBINATIONS = 16
-"""How many combinations are tried unless the user says so."""
+_TRIED_MAX = 16
 
 Choices = tuple[Choice, ...]
 
@@ -59,15 +58,16 @@ class Explored(NamedTuple):
     latent: Sequence[Latent] = ()
 
 
+def to_try(branches: Sequence[Branch]) -> list[Choices]:
+    """Return the combinations of answers to try, at most ``_TRIED_MAX``."""
+    return list(itertools.islice(combinations(branches), _TRIED_MAX))
+
+
 def explore(
-    run: Callable[[Choices], Checked],
-    judge: Judge,
-    branches: Sequence[Branch],
-    *,
-    bound: int,
+    run: Callable[[Choices], Checked], judge: Judge, branches: Sequence[Branch]
 ) -> Explored:
-    """Run and judge a program with each combination of answers, at most ``bound`` of them."""
-    tried = list(itertools.islice(combinations(branches), bound))
+    """Run and judge a program with each combination of answers to try."""
+    tried = to_try(branches)
     runs = {choices: run(choices) for choices in tried}
     decisions = merged(
         decision

@@ -81,13 +81,6 @@ class CheckCommand:
             " train.py:81=true,false, or =0,1 where it reads a number; repeatable",
         )
         parser.add_argument(
-            "--combinations",
-            type=int,
-            default=16,
-            metavar="N",
-            help="try at most N combinations of the answers (default 16)",
-        )
-        parser.add_argument(
             "--strict", action="store_true", help="exit with 1 for latent faults, too"
         )
         add_json(parser)
@@ -104,7 +97,7 @@ class CheckCommand:
         from commlens.commands.diagnose import EXIT_FAULT, exit_status
 
         program = program_of(arguments, "check --world-size 8 train.py --lr 0.1")
-        for name in ("steps", "ranks_per_node", "timeout", "combinations"):
+        for name in ("steps", "ranks_per_node", "timeout"):
             value = getattr(arguments, name)
             if value is not None and value <= 0:
                 option = "--" + name.replace("_", "-")
@@ -146,7 +139,6 @@ def _check(program: list[str], arguments: argparse.Namespace) -> tuple[Checked, 
             script=printable(" ".join(program)),
             seen=seen,
             branches=[parse_branch(text) for text in arguments.branch],
-            combinations=arguments.combinations,
             all_ranks=arguments.ranks == "all",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlens.check.api import Branches, branches_of, check, check_plan
+from commlens.check.api import Branches, branches_of, check_plan
 from commlens.check.branches import Branch
 from commlens.check.run_rank import Plan
 from commlens.errors import CommandError
@@ -29,11 +29,6 @@ def test_branches_are_given_as_values_or_as_texts(given: Branches) -> None:
 def test_branches_without_a_line_or_answers_are_refused(given: Branches) -> None:
     with pytest.raises(CommandError):
         branches_of(given)
-
-
-def test_at_least_one_combination_is_tried() -> None:
-    with pytest.raises(CommandError, match="not 0"):
-        check(lambda: None, world_size=2, combinations=0)
 
 
 def gathers_objects() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
+from commlens.check import explore as module
 from commlens.check.branches import Branch, BranchLine, Choice
 from commlens.check.explore import Choices, Explored, explore
 from commlens.check.judge import Checked
@@ -29,7 +32,6 @@ def explored(
     *faults: set[int],
     branches: tuple[Branch, ...] = (FIRST, SECOND),
     alike: bool = True,
-    bound: int = 16,
 ) -> Explored:
     """Explore a program of two ranks whose steps are the lines that are true. It is wrong if a rank
     has one of these sets of lines, or if ranks have different ones.
@@ -52,7 +54,7 @@ def explored(
         verdict = Verdict(kind="cycle" if wrong else "healthy", summary=f"{lines}")
         return checked(verdict, sequences)
 
-    return explore(run, judge, branches, bound=bound)
+    return explore(run, judge, branches)
 
 
 def test_without_branches_a_program_runs_once() -> None:
@@ -75,11 +77,13 @@ def test_answers_that_change_nothing_are_left_out() -> None:
     assert explored({1}, branches=(idle, FIRST)).deciding == (Choice("a.py", 1, True),)
     assert explored({1}, branches=(FIRST, idle)).deciding == (Choice("a.py", 1, True),)
     assert explored({0}, branches=(idle,)).deciding == (), "it fails with all answers"
-    assert len(explored({1}, branches=(FIRST, idle), bound=3).deciding) == 2, "not all were tried"
 
 
-def test_a_bound_cuts_the_combinations() -> None:
-    found = explored({1, 2}, bound=3)
+def test_a_bound_cuts_the_combinations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TRIED_MAX", 3)
+    idle = Branch("a.py", 0, (False, True))
+    assert len(explored({1}, branches=(FIRST, idle)).deciding) == 2, "not all were tried"
+    found = explored({1, 2})
     assert not found.checked.verdict.is_fault
     assert (len(found.tried), found.combinations) == (3, 4)
 
@@ -104,7 +108,7 @@ def test_latent_faults_of_all_runs_are_returned_once_with_their_answers() -> Non
         verdict = Verdict(kind="healthy", summary="", findings=findings)
         return checked(verdict, {})
 
-    found = explore(run, UNUSED, (FIRST, SECOND), bound=16)
+    found = explore(run, UNUSED, (FIRST, SECOND))
     assert [(each.finding.source, each.choices) for each in found.latent] == [
         ("a.py:1", (Choice("a.py", 1, True), Choice("a.py", 2, False))),
         ("a.py:2", (Choice("a.py", 1, False), Choice("a.py", 2, True))),
