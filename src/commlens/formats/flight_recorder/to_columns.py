@@ -48,24 +48,23 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns, ranks = _read_about(table, source)
     # the distinct profiling names, and each entry's index into them
-    texts = [clean(text) for text in table.names]
-    names, name_index = [read_name(text) for text in texts], table.column("name")
+    texts, name_index = [clean(text) for text in table.names], table.column("name")
+    names = [read_name(text) for text in texts]
     channel, columns.channels = _channels(table, names, ranks)
     args_index, columns.args = _args(table, names, one_tensor=columns.version in _FIRST_TENSOR_ONLY)
     columns.call_stacks = _stacks(table)
     closes = _which(names, name_index, lambda one: one.closes)
-    is_message = table.column("is_p2p") | _which(
-        names, name_index, lambda one: one.op in POINT_TO_POINT
-    )
+    named_message = _which(names, name_index, lambda one: one.op in POINT_TO_POINT)
+    is_message = table.column("is_p2p") | named_message
     lost = columns.lost_entries or bool((table.column("record_id")[:1] > 0).any())
-    is_p2p = _closed_batches(table, channel, is_message, closes, lost=lost)
-    sequence = _sequence(table, channel, is_p2p, lost=lost)
-    if unnumbered := int((~is_p2p & (sequence < 0)).sum()):
+    of_messages = _belongs_to_messages(table, channel, is_message, closes, lost=lost)
+    sequence = _sequence(table, channel, of_messages, lost=lost)
+    if unnumbered := int((~of_messages & (sequence < 0)).sum()):
         columns.problems.append(
             f"{unnumbered} entries have no readable sequence number and are compared with no others"
         )
         columns.lost_entries = True
-    coalesced = _coalesced(channel, is_p2p, sequence, closes)
+    coalesced = _coalesced(channel, of_messages, sequence, closes)
     state = _states(table, texts)
     by_hooks = _is_of_torchcomms(table) or _is_by_hooks(texts, state)
     if by_hooks:
@@ -73,8 +72,7 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
         columns.issued_only = len(collectives) > 0 and bool((collectives == RETIRED).all())
         columns.issued_messages = bool(is_message.any())
         state = _states_of_hooks(state, channel, is_message)
-    # for each entry the one whose state it has: that which closes its coalesced group, or itself
-    ends = _ends_of_groups(coalesced, closes, state)
+    shows_state = _entries_with_states(coalesced, closes, state)
     duration = table.column("duration_ms")
     columns.set_columns(
         {
@@ -84,13 +82,13 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
             "sequence": sequence,
             "record_id": table.column("record_id"),
             "op_id": table.column("op_id"),
-            "state": state[ends],
+            "state": state[shows_state],
             "retired": table.column("retired"),
-            "p2p": is_p2p,
+            "p2p": of_messages,
             "peer": _ranks_in(columns.channels, channel, name_index, [one.peer for one in names]),
             "created_ns": np.maximum(table.column("created_ns"), 0),
             "started_ns": np.maximum(table.column("started_ns"), 0),
-            "completed_ns": np.maximum(table.column("completed_ns"), 0)[ends],
+            "completed_ns": np.maximum(table.column("completed_ns"), 0)[shows_state],
             "duration_ns": np.where(duration >= 0, duration * 1e6, -1.0),
             "timeout_ms": np.maximum(table.column("timeout_ms"), 0),
             "coalesced": coalesced,
@@ -103,9 +101,8 @@ def columns_from_table(table: EntryColumns, source: str) -> RankColumns:
     status = {} if by_hooks else _status(table.about.get("pg_status"))
     names_of_groups = _status_groups(columns, status, table.column("pg_id"), channel)
     columns.status = {name: status[key] for key, name in names_of_groups.items() if key in status}
-    _infer_rank(
-        columns, _ranks_in(columns.channels, channel, name_index, [one.own_rank for one in names])
-    )
+    own_rank = _ranks_in(columns.channels, channel, name_index, [one.own_rank for one in names])
+    _infer_rank(columns, own_rank)
     return columns
 
 
@@ -370,16 +367,16 @@ def _states_of_hooks(state: Integers, channel: Integers, is_message: Integers) -
     return state
 
 
-def _ends_of_groups(coalesced: Integers, closes: Integers, state: Integers) -> Integers:
-    """Return for each entry the entry whose state it has: that of a coalesced group's closing entry
-    for its members, which stay "scheduled" for ever; else its own.
+def _entries_with_states(coalesced: Integers, closes: Integers, state: Integers) -> Integers:
+    """Return for each entry the entry that shows its state: the one that closes its coalesced
+    group, whose members stay "scheduled" for ever, or itself.
     """
-    own = np.arange(len(state))
-    ends = np.flatnonzero(closes & (coalesced > 0))
-    end_of = np.full(int(coalesced.max(initial=0)) + 1, -1)
-    end_of[coalesced[ends]] = ends
-    end = end_of[coalesced]
-    return np.where((end >= 0) & ~closes & (state != COMPLETED), end, own)
+    closing = np.flatnonzero(closes & (coalesced > 0))
+    of_group = np.full(int(coalesced.max(initial=0)) + 1, -1)
+    of_group[coalesced[closing]] = closing
+    of_entry = of_group[coalesced]
+    is_open_member = (of_entry >= 0) & ~closes & (state != COMPLETED)
+    return np.where(is_open_member, of_entry, np.arange(len(state)))
 
 
 # --- sequence numbers
@@ -393,62 +390,62 @@ def _is_of_torchcomms(table: EntryColumns) -> bool:
     return bool(backends) and backends <= _TORCHCOMMS and not table.about.get("pg_status")
 
 
-def _sequence(table: EntryColumns, channel: Integers, is_p2p: Integers, *, lost: bool) -> Integers:
-    """Return the sequence numbers; -1 if there is none.
-
-    Torchcomms counts the calls of all communicators together, messages included. If entries are
-    lost, it is unknown how many of them belong to a communicator.
-    """
-    recorded, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
+def _sequence(
+    table: EntryColumns, channel: Integers, of_messages: Integers, *, lost: bool
+) -> Integers:
+    """Return the sequence numbers; -1 if there is none."""
+    collectives, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
     if not _is_of_torchcomms(table):
-        return np.where(is_p2p & (messages >= 0), messages, recorded)
-    numbers = np.full(len(recorded), -1)
-    if not lost and bool((recorded == np.arange(len(recorded))).all()):
-        for code in np.unique(channel).tolist():
-            rows = np.flatnonzero((channel == code) & ~is_p2p)
-            numbers[rows] = np.arange(1, len(rows) + 1)
+        return np.where(of_messages & (messages >= 0), messages, collectives)
+    # Torchcomms has one counter for the calls on all communicators, messages included. If no entry
+    # is lost, the collectives of each communicator are counted anew, from 1.
+    numbers = np.full(len(table), -1)
+    is_complete = not lost and bool((collectives == np.arange(len(table))).all())
+    for code in np.unique(channel).tolist() if is_complete else ():
+        rows = np.flatnonzero((channel == code) & ~of_messages)
+        numbers[rows] = np.arange(1, len(rows) + 1)
     return numbers
 
 
-def _closed_batches(
+def _belongs_to_messages(
     table: EntryColumns, channel: Integers, is_message: Integers, closes: Integers, *, lost: bool
 ) -> Integers:
-    """Return which entries are messages or close a batch of messages.
+    """Return which entries are sends or receives, or close a batch of them.
 
-    NCCL records the entry that closes a batch like a collective, with the number of the last
-    collective, which it has nothing to do with (torch 2.7 to 2.15; before, with a number of its
-    own). But a batch counts as one message, so the entry has the batch's number. Where its members
-    are lost, an entry that may close a batch is taken for one: it tells nothing about the
-    collective of its number.
+    NCCL has two counters for a process group: one of collectives, and one of messages, in which a
+    batch counts as one. Each entry shows both. The entry that closes a batch looks like one that
+    closes coalesced collectives: it has the number of the last collective, which it has nothing to
+    do with (torch 2.7 to 2.15; before, the batch raised that counter, too). The entry before it on
+    its channel shows what it closes.
 
     Args:
-        table: of the entries. Each shows NCCL's two counters for its process group: the last
-            collective and the last message or batch.
+        table: of the entries.
         channel: of each entry.
         is_message: whether the entry is a send or a receive.
-        closes: whether the entry closes a coalesced group.
+        closes: whether the entry closes a batch or coalesced collectives.
         lost: whether entries before the first one are lost, or others are unreadable.
     """
-    of_batch = is_message.copy()
     collectives, messages = table.column("collective_seq_id"), table.column("p2p_seq_id")
-    ends = np.flatnonzero(closes & ~is_message)
-    # of each entry that closes a group, the entry before it on its channel; -1: none
+    # of each entry, the entry before it on its channel; of the first one, the entry itself
+    previous = np.arange(len(table))
     order = np.argsort(channel, kind="stable")
-    follows = channel[order[1:]] == channel[order[:-1]]
-    previous = np.full(len(channel), -1)
-    previous[order[1:][follows]] = order[:-1][follows]
-    before = previous[ends]
-    is_first = before < 0
-    same_message = ~is_first & (messages[before] == messages[ends])
-    same_collective = ~is_first & (collectives[before] == collectives[ends])
-    closes_messages = is_message[before] & ~closes[before] & same_message
-    lost_members = (same_collective & ~same_message) | (is_first & lost)
-    of_batch[ends] = closes_messages | lost_members
-    return of_batch
+    earlier, later = order[:-1], order[1:]
+    on_same = channel[earlier] == channel[later]
+    previous[later[on_same]] = earlier[on_same]
+    is_first = previous == np.arange(len(table))
+    same_collective = collectives == collectives[previous]
+    same_message = messages == messages[previous]
+    after_member = (is_message & ~closes)[previous] & same_message
+    # If a message was counted since the entry before it, and no collective, it closes a batch whose
+    # members are lost. So may the first entry of a channel: if it is taken for such an entry, it
+    # says nothing about the collective of its number.
+    after_lost_member = (same_collective & ~same_message) | (is_first & lost)
+    of_messages: Integers = is_message | (closes & (after_member | after_lost_member))
+    return of_messages
 
 
 def _coalesced(
-    channel: Integers, is_p2p: Integers, sequence: Integers, closes: Integers
+    channel: Integers, of_messages: Integers, sequence: Integers, closes: Integers
 ) -> Integers:
     """Number the coalesced groups: consecutive entries of a channel with one sequence number, up to
     the closing entry.
@@ -456,7 +453,7 @@ def _coalesced(
     numbers = np.zeros(len(channel), "int32")
     if len(channel) < 2:
         return numbers
-    stream = channel.astype("int64") * 2 + is_p2p
+    stream = channel.astype("int64") * 2 + of_messages
     order = np.argsort(stream.astype("int16") if stream.max() < 1 << 15 else stream, kind="stable")
     stream, sequence, closes = stream[order], sequence[order], closes[order]
     same = (
@@ -531,10 +528,8 @@ def _infer_rank(columns: RankColumns, own: Integers) -> None:
     groups = [one.group for one in [*columns.groups, *columns.channels]]
     default = [len(one.ranks) for one in groups if one.description == _DEFAULT_GROUP]
     columns.world_size = max(default, default=0)
-    members: set[int] | None = None
-    for ranks in [*(one.ranks for one in groups), *np.unique(own[own >= 0])[:, None].tolist()]:
-        if ranks:
-            members = set(ranks) if members is None else members.intersection(ranks)
-    columns.possible_ranks = tuple(sorted(members or ()))
+    sets = [set(one.ranks) for one in groups if one.ranks]
+    sets += [{rank} for rank in np.unique(own[own >= 0]).tolist()]
+    columns.possible_ranks = tuple(sorted(set.intersection(*sets))) if sets else ()
     if len(columns.possible_ranks) == 1:
         columns.rank = columns.possible_ranks[0]
