@@ -134,7 +134,7 @@ class LogParser:
         self._add_to_job(text, rank)
         self._add_worker_field(text)
         self._add_rank_ending(text)
-        rank, text = self._tracebacks.rank_and_text(rank, text, self._last_worker)
+        rank, text = self._tracebacks.unquote(rank, text, self._last_worker)
         about = self._about(rank)
         about.columns.captured_ns = L.parse_time(line) or about.columns.captured_ns
         self._tracebacks.add_last_error(rank, text)
@@ -161,7 +161,7 @@ class LogParser:
         job.launcher_signal = L.parse_launcher_signal(text) or job.launcher_signal
         job.is_of_a_job = job.is_of_a_job or L.is_of_a_job(text)
         job.world_size = max(job.world_size, L.number_in(L.WORLD_SIZE, text))
-        if self._tracebacks.note_spawn_line(text) is not None:
+        if self._tracebacks.begins_spawned(text):
             job.only_local = True
         # srun prints this as it begins to end the ranks; the node says later who ended the job
         if "srun: Job step aborted" in text:

@@ -59,8 +59,8 @@ _WITH_LAST_ERROR: Final = re.compile(
     r"[NRH]CCL (?:[Ee]rror|Async Error|function error)|NCCL \w{1,40} failed: "
 )
 _LAST_ERROR: Final = re.compile(
-    r"\s*(?:NCCL )?Last [Ee]rror:(?P<nccl>.*)"
-    r"|\s*E[A-Z]\d{4}: (?:\[PID: \d+\] )?(?:[\d:.-]{19,} +)?(?P<hccl>(?!Inner Error).*)"
+    r"\s*(?:(?:NCCL )?Last [Ee]rror:"
+    r"|E[A-Z]\d{4}: (?:\[PID: \d+\] )?(?:[\d:.-]{19,} +)?(?!Inner Error))(?P<error>.*)"
 )
 _HEADER_WITHIN: Final = 4  # lines after an exception
 _CAUSE_MAX: Final = 500  # characters of an exception that caused another one
@@ -93,40 +93,41 @@ class Tracebacks:
     def __init__(self) -> None:
         self._reading: dict[int, _Traceback] = {}  # by rank
         self._chained: set[int] = set()  # ranks whose last exception caused the next one
-        self._awaited: dict[int, _AwaitedError] = {}  # by rank
-        # The rank of the next traceback whose lines name none, and the indent of these lines: set
-        # by "-- Process 1 terminated with the following error:" of spawn(), and in torchrun's list
-        # by "  traceback : Traceback (most recent call last):". -1: they are of no known rank.
-        self._next_rank = -1
-        self._indent = ""
+        self._awaited: dict[int, _AwaitedError] = {}  # by rank, the newest exception last
+        # The traceback of a worker that a launcher quotes names no rank: its rank, and the indent
+        # of its lines. They are known from the line before, "-- Process 1 terminated with the
+        # following error:" of spawn(), or from "  traceback : Traceback (most recent call last):"
+        # in torchrun's list. -1: none is quoted.
+        self._quoted_rank = -1
+        self._quoted_indent = ""
 
     @property
     def in_block(self) -> bool:
         """Whether every line matters: a traceback is being read, or a last error may follow."""
         return bool(self._reading or self._awaited)
 
-    def note_spawn_line(self, text: str) -> int | None:
-        """Note that the next traceback is of the process that this line of
-        torch.multiprocessing.spawn names, and return that process; None if it is another line.
+    def begins_spawned(self, text: str) -> bool:
+        """Return whether a line of torch.multiprocessing.spawn names the process whose traceback
+        follows.
         """
-        if (found := _SPAWNED.search(text)) is None:
-            return None
-        self._next_rank = int(found[1])
-        return self._next_rank
+        if (found := _SPAWNED.search(text)) is not None:
+            self._quoted_rank = int(found[1])
+        return found is not None
 
-    def rank_and_text(self, rank: int, text: str, last_worker: int) -> tuple[int, str]:
-        """Return the rank of a line, and the line without the indent of torchrun's list. A line
-        that begins a traceback in that list makes the ``last_worker`` the rank of the next lines.
+    def unquote(self, rank: int, text: str, last_worker: int) -> tuple[int, str]:
+        """Return a line's rank and text: of a line that a launcher quotes, the rank of the worker,
+        and the text without the launcher's indent.
 
         Args:
             rank: -1 if the line names none.
             text: the line.
-            last_worker: the last rank in torchrun's list of failed workers.
+            last_worker: the last rank in torchrun's list of failed workers, which quotes its
+                traceback.
         """
         if _IN_SUMMARY.match(text):
-            self._next_rank, self._indent = last_worker, _SUMMARY_INDENT
-        if rank < 0 <= self._next_rank:
-            return self._next_rank, text.removeprefix(self._indent)
+            self._quoted_rank, self._quoted_indent = last_worker, _SUMMARY_INDENT
+        if rank < 0 <= self._quoted_rank:
+            return self._quoted_rank, text.removeprefix(self._quoted_indent)
         return rank, text
 
     def add_line(self, rank: int, about: RankLines, text: str) -> None:
@@ -151,7 +152,7 @@ class Tracebacks:
     def _end_traceback(self, rank: int, about: RankLines, text: str) -> None:
         """Parse the first line after the frames of a traceback, which names the exception."""
         traceback = self._reading.pop(rank)
-        self._next_rank, self._indent = -1, ""
+        self._quoted_rank, self._quoted_indent = -1, ""
         # lines without a rank may be of any process, so that only usual names count
         pattern = _NAMED if rank >= 0 and traceback.frames else _RAISED
         if traceback.inner_rank_text:
@@ -164,16 +165,14 @@ class Tracebacks:
     ) -> None:
         """Set a rank's exception, and the exception that caused it if a line names one."""
         columns = about.columns
-        cause = columns.exception if rank in self._chained else ""
         by_launcher = any(_LAUNCHER.search(file) for file, _, _ in frames)
         # the launcher ends because a worker raised: the worker's exception is kept
         if by_launcher and columns.exception and not columns.by_launcher:
             return
-        columns.exception, about.exception_frames = text[:1000], frames
-        columns.by_launcher = by_launcher
+        cause = f"{CAUSED_BY}{columns.exception[:_CAUSE_MAX]}" if rank in self._chained else ""
         self._chained.discard(rank)
-        if cause:
-            columns.exception += f"{CAUSED_BY}{cause[:_CAUSE_MAX]}"
+        columns.exception, about.exception_frames = text[:1000] + cause, frames
+        columns.by_launcher = by_launcher
         if _WITH_LAST_ERROR.search(text):
             self._awaited[rank] = _AwaitedError(about)
 
@@ -186,17 +185,17 @@ class Tracebacks:
         of = rank if rank in self._awaited else next(reversed(self._awaited))
         if rank not in (of, -1):
             return
-        awaited = self._awaited[of]
-        header = None if awaited.header_seen else _LAST_ERROR.match(text)
-        if awaited.header_seen:  # the line after the header is the error, whatever it says
-            error = text.strip()
+        awaited, error = self._awaited[of], ""
+        if awaited.header_seen:
+            error = text.strip()  # the line after the header is the error, whatever it says
+        elif (header := _LAST_ERROR.match(text)) is not None:
+            error = header["error"].strip()
+            awaited.header_seen = True
+            if not error:
+                return
         else:
-            error = (header["nccl"] or header["hccl"] or "").strip() if header else ""
+            awaited.lines_left -= 1
         if error:
             awaited.about.columns.exception += f"\nLast error:\n{error[:_CAUSE_MAX]}"
-        if header and not error:
-            awaited.header_seen = True
-            return
-        awaited.lines_left -= 1
-        if error or awaited.header_seen or not awaited.lines_left:
+        if awaited.header_seen or not awaited.lines_left:
             del self._awaited[of]
