@@ -88,7 +88,8 @@ class LogParser:
         self._nccl = NcclLines()
         # global rank by torchrun's local rank or srun's task, from lines with both
         self._global: dict[int, int] = {}
-        self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
+        # the rank whose failed collective's stack is being read
+        self._stack_of: RankLines | None = None
         # torchrun's list of failed workers
         self._worker: dict[str, str] = {}  # the fields of one, so far
         self._last_worker = -1  # the last rank
@@ -130,10 +131,12 @@ class LogParser:
             self._global[origin.local] = origin.rank
         group = L.parse_group(text)
         rank = self._rank_of(origin, group)
+        # of the job, of processes, or of the rank that the text names
         self._nccl.add(text, rank)
         self._add_to_job(text, rank)
         self._add_worker_field(text)
         self._add_rank_ending(text)
+        # of the rank that wrote the line
         rank, text = self._tracebacks.unquote(rank, text, self._last_worker)
         about = self._about(rank)
         about.columns.captured_ns = L.parse_time(line) or about.columns.captured_ns
@@ -174,9 +177,16 @@ class LogParser:
             job.store_lines = [*others, newest][-_STORE_LINES_MAX:]
         elif ending is not None and len(job.endings) < NOTES_MAX:
             quoted = shorten(text, UNREAD_MAX, placeholder=" ...")
-            first = job.aborted_first or not self._any_raised()
-            xid, node = parse_xid(text), parse_failed_node(text)
-            job.endings.append(EndingLine(ending, quoted, xid, node=node, before_errors=first))
+            before_errors = job.aborted_first or not self._any_raised()
+            job.endings.append(
+                EndingLine(
+                    ending,
+                    quoted,
+                    parse_xid(text),
+                    node=parse_failed_node(text),
+                    before_errors=before_errors,
+                )
+            )
 
     def _any_raised(self) -> bool:
         return any(about.columns.exception for about in self._ranks.values())
@@ -225,10 +235,10 @@ class LogParser:
             about.columns.stuck_watchdog_s, L.number_in(L.STUCK_WATCHDOG, text)
         )
         if "Stack trace of the failed collective" in text and "not found" not in text:
-            self._stack_of, about.stack = rank, []
-        elif self._stack_of is not None and rank in (self._stack_of, -1):
-            # its lines have no prefix
-            self._add_stack_line(self._about(self._stack_of), text)
+            self._stack_of, about.stack = about, []
+        elif self._stack_of is not None and (about is self._stack_of or rank < 0):
+            # its lines may have no prefix
+            self._add_stack_line(self._stack_of, text)
         about.columns.device_assertion = about.columns.device_assertion or clean(
             parse_device_assertion(text)
         )
@@ -267,12 +277,12 @@ class LogParser:
         self._forget_mixed_counters()
         self._add_nccl_ranks()
         self._assign_unnamed_errors()
-        found = [columns_of(rank, about, self._job) for rank, about in sorted(self._ranks.items())]
-        if of_ranks := list(filter(_tells_of_a_rank, found)):
-            return of_ranks
-        if found and (found[0].launcher_signal or found[0].endings or found[0].remarks):
-            return found
-        return found[:1] if self._job.is_of_a_job else []
+        job = self._job
+        found = [columns_of(rank, about, job) for rank, about in sorted(self._ranks.items())]
+        of_ranks = [one for one in found if _tells_of_a_rank(one)]
+        about_job = job.launcher_signal or job.endings or job.store_lines or job.remarks
+        # what tells of no rank is of rank -1, and one at most
+        return of_ranks or (found if about_job or job.is_of_a_job else [])
 
     def _split_by_group_rank(self) -> None:
         """Tell ranks apart by their rank in a group that is not named, if nothing else does: before
@@ -286,13 +296,11 @@ class LogParser:
         group_ranks = {rank for rank, _ in unknown.unassigned if rank is not None}
         if len(group_ranks) < 2:
             return
-        for (rank, number), timeout in unknown.unassigned.items():
+        for (rank, number), timeout in list(unknown.unassigned.items()):
             if rank is not None:
                 self._about(rank).columns.timed_out = True
                 self._about(rank).unassigned[rank, number] = timeout
-        unknown.unassigned = {
-            key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None
-        }
+                del unknown.unassigned[rank, number]
 
     def _forget_mixed_counters(self) -> None:
         """Forget the progress of groups that send messages: the counter is that of messages or of
