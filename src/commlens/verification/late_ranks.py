@@ -98,6 +98,7 @@ class LateRanks:
         clock, pids = self.clock(pending), self._peers.pids_here(absent)
         clock.watch(pids)
         self._refuse_if_dead(pending, absent, waited_ns)
+        self._peers.give_up_without_relay(absent)
         if self._peers.any_doubtful(absent):
             return  # its announcement may be on the way
         if waited_ns > CYCLE_AFTER_NS:

@@ -179,30 +179,43 @@ class Peers:
         """
         return [*{self[rank].pid for rank in ranks}]
 
-    def is_doubtful(self, rank: int) -> bool:
-        """Return whether it is not known if a rank on another node lives. If that lasts, the rank
-        is given up.
+    def any_doubtful(self, ranks: Iterable[int]) -> bool:
+        """Return whether one of these ranks is on another node from which no sign of life has come
+        for a while, or which is given up: whether the rank lives is then not known.
         """
-        board = self[rank]
-        if not board.is_remote or board.word(B.CLOSED) or board.word(B.ENDED):
-            return False
-        silent_ns = time.monotonic_ns() - board.word(B.HEARD)
-        if board.word(B.ACTIVE) and (
-            silent_ns > GIVE_UP_NS or job_dirs.process_has_ended(board.pid, board.start_ticks)
+        fresh_ns = time.monotonic_ns() - FRESH_NS
+        return any(
+            board.word(B.HEARD) < fresh_ns or not board.word(B.ACTIVE)
+            for board in self._copies(ranks)
+        )
+
+    def give_up_without_relay(self, ranks: Iterable[int]) -> None:
+        """Give up the ranks of all other nodes, and warn, if the relay of this node has stopped, as
+        its copies of these ranks' boards show.
+        """
+        kept = [board for board in self._copies(ranks) if board.word(B.ACTIVE)]
+        longest_ns = time.monotonic_ns() - GIVE_UP_NS
+        if any(
+            board.word(B.HEARD) < longest_ns
+            or job_dirs.process_has_ended(board.pid, board.start_ticks)
+            for board in kept
         ):
             log.warning(
                 "commlens: the relay of this node has stopped: rank %d no longer compares with"
                 " ranks on other nodes",
                 self.rank,
             )
-            for each in self._boards.values():
-                if each.is_remote:
-                    each.give_up()
-        return silent_ns > FRESH_NS or not board.word(B.ACTIVE)
+            for board in self._boards.values():
+                if board.is_remote:
+                    board.give_up()
 
-    def any_doubtful(self, ranks: Iterable[int]) -> bool:
-        """Return whether that is the case for any of these ranks."""
-        return any(self.is_doubtful(rank) for rank in ranks)
+    def _copies(self, ranks: Iterable[int]) -> list[PeerBoard]:
+        """Return the boards of those of these ranks that are on other nodes and have not ended."""
+        return [
+            board
+            for board in map(self.__getitem__, ranks)
+            if board.is_remote and not board.word(B.CLOSED) and not board.word(B.ENDED)
+        ]
 
     def ask(self, ranks: Sequence[int], set_question: Callable[[int], None]) -> dict[int, str]:
         """Return what ranks on other nodes are doing, as their nodes answer; "" if no answer comes.

@@ -39,6 +39,7 @@ def test_time_in_which_a_late_rank_had_no_core_does_not_count(
     peers: Any = SimpleNamespace(
         how_it_ended=lambda _: "",
         any_doubtful=lambda _: False,
+        give_up_without_relay=lambda _: None,
         pids_here=lambda ranks: [10 + rank for rank in ranks],
     )
     nothing: Any = None

@@ -121,12 +121,15 @@ def test_a_silent_copy_is_doubtful_and_then_given_up(
     assert peers.elsewhere([0, 1]) == [] and peers.get(1) is not None
     assert peers.elsewhere([0, 1]) == peers.all_elsewhere() == [1]
     copy.heard(time.monotonic())
-    assert not peers.is_doubtful(1)
+    assert not peers.any_doubtful([1])
     copy.heard(time.monotonic() - 2)
-    assert peers.is_doubtful(1)
+    assert peers.any_doubtful([1])
+    peers.give_up_without_relay([1])
     assert peers.elsewhere([1]) == [1]
     copy.heard(time.monotonic() - 60)
-    assert peers.is_doubtful(1)
+    for _ in range(2):
+        peers.give_up_without_relay([1])
+    assert peers.any_doubtful([1])
     assert peers.elsewhere([1]) == []
     assert peers[1].word(B.ACTIVE) == 0
     assert [record.getMessage() for record in caplog.records].count(
@@ -135,7 +138,7 @@ def test_a_silent_copy_is_doubtful_and_then_given_up(
     ) == 1
     copy.apply(B.ENDED, (1).to_bytes(8, "little"))
     assert peers.how_it_ended(1) == "was killed or crashed"
-    assert not peers.is_doubtful(1)
+    assert not peers.any_doubtful([1])
 
 
 def test_a_refusal_that_concerns_other_nodes_waits_for_the_relays_word(tmp_path: Path) -> None:
