@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -45,6 +45,7 @@ _SOURCES: Final = 6  # of NodeSampler: each may take an equal share of that
 LOOK_WAIT_S: Final = 1.0
 FRESH_S: Final = 5.0  # a look that is younger shows the present
 EVENTS_MAX: Final = 500  # the newest are kept
+_Request = Literal["look", "layout", "ras"]
 
 
 @dataclass
@@ -252,17 +253,14 @@ class Monitor:
         self._host = host or os.uname().nodename
         self._topology = topology
         self._layout = NodeLayout()
-        # of a rank, until the layout was found
-        self._layout_environment: Mapping[str, str] | None = None
-        self._wanted = threading.Event()  # there is something to do for the thread
-        self._looked = threading.Condition()  # a look has ended, or the thread
-        self._asked = 0  # looks that were asked for
-        self._looks = 0  # how many of these are done
+        # what the thread is asked for, and what of that it does now; with the environment of a rank
+        self._asked: dict[_Request, Mapping[str, str]] = {}
+        self._doing: dict[_Request, Mapping[str, str]] = {}
         self._closed = False
+        self._changed = threading.Condition()  # one of these three has changed
         self._record = NodeRecord(self._host, past=past)
         self._sampler: NodeSampler | None = None
         self._gpu_of_pid: Mapping[int, str] = {}
-        self._ras_environment: Mapping[str, str] | None = None  # of a rank, until RAS was asked
         self._ras: RasReport | None = None
         self._thread = threading.Thread(target=self._run, name="commlens-health", daemon=True)
         self._thread.start()
@@ -275,11 +273,9 @@ class Monitor:
         Args:
             environment: of one of the ranks, to ask NCCL's RAS service, too; None: do not.
         """
-        with self._looked:
-            self._asked += 1
-            if environment is not None:
-                self._ras_environment = environment
-        self._wanted.set()
+        self._ask("look", {})
+        if environment is not None:
+            self._ask("ras", environment)
 
     def learn_places(self, environment: Mapping[str, str]) -> None:
         """Find out where the node is and which adapters its GPUs are near to, in the thread.
@@ -287,8 +283,16 @@ class Monitor:
         Args:
             environment: of a rank.
         """
-        self._layout_environment = environment
-        self._wanted.set()
+        self._ask("layout", environment)
+
+    def _ask(self, request: _Request, environment: Mapping[str, str]) -> None:
+        with self._changed:
+            self._asked[request] = environment
+            self._changed.notify_all()
+
+    def _is_open(self, request: _Request) -> bool:
+        """Return whether the thread has yet to do something, and still runs."""
+        return not self._closed and (request in self._asked or request in self._doing)
 
     @property
     def faults(self) -> Mapping[str, int]:
@@ -311,13 +315,11 @@ class Monitor:
         """
         if abs(time.time_ns() - self._record.last.taken_ns) > FRESH_S * 1e9:
             self.look_now()
-        with self._looked:
-            asked = self._asked
-            self._looked.wait_for(
-                lambda: (self._looks >= asked and self._ras_environment is None) or self._closed,
-                wait_s,
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._is_open("look") and not self._is_open("ras"), wait_s
             )
-            is_complete = self._looks >= asked or self._closed
+            is_complete = not self._is_open("look")
         sampler = self._sampler
         not_read = sampler.not_read if sampler is not None else []
         if not is_complete:
@@ -328,13 +330,12 @@ class Monitor:
     def close(self) -> None:
         """End the thread. One that is blocked ends with the process."""
         self._end()
-        self._wanted.set()
         self._thread.join(1.0)
 
     def _end(self) -> None:
-        with self._looked:
+        with self._changed:
             self._closed = True
-            self._looked.notify_all()
+            self._changed.notify_all()
 
     # --- the thread
 
@@ -343,18 +344,23 @@ class Monitor:
             self._sampler = NodeSampler(self._root, past=self._past)
             due = time.monotonic()
             while not self._closed:
-                asked = self._asked
-                thorough = asked > self._looks
-                if thorough or time.monotonic() >= due:
-                    self._look(thorough=thorough or not self._record.last.taken_ns)
+                with self._changed:
+                    self._doing, self._asked = self._asked, {}
+                if "look" in self._doing or time.monotonic() >= due:
+                    is_first = not self._record.last.taken_ns
+                    self._look(thorough="look" in self._doing or is_first)
                     due = time.monotonic() + EVERY_S
-                self._find_layout()
-                with self._looked:
-                    self._looks = asked
-                    self._looked.notify_all()
-                self._ask_ras()
-                self._wanted.wait(max(0.0, due - time.monotonic()))
-                self._wanted.clear()
+                if "layout" in self._doing:
+                    self._find_layout(self._doing["layout"])
+                with self._changed:
+                    self._doing.pop("look", None)
+                if "ras" in self._doing:
+                    self._ras = ras.ask(self._doing["ras"])
+                with self._changed:
+                    self._doing = {}
+                    self._changed.notify_all()
+                    wait_s = max(0.0, due - time.monotonic())
+                    self._changed.wait_for(lambda: self._asked or self._closed, wait_s)
         except Exception as error:
             log.warning(
                 "commlens: the node's hardware is not watched any more: %s: %s",
@@ -376,10 +382,7 @@ class Monitor:
         if thorough and self._sampler.gpus is not None:
             self._gpu_of_pid = self._sampler.gpus.processes()
 
-    def _find_layout(self) -> None:
-        environment, self._layout_environment = self._layout_environment, None
-        if environment is None:
-            return
+    def _find_layout(self, environment: Mapping[str, str]) -> None:
         inventory = None
         if self._topology is not None:
             try:
@@ -389,14 +392,6 @@ class Monitor:
         self._layout = find_layout(
             self._root, self._host, environment, self._record.last.values, inventory
         )
-
-    def _ask_ras(self) -> None:
-        environment = self._ras_environment
-        if environment is not None:
-            self._ras = ras.ask(environment)
-            with self._looked:
-                self._ras_environment = None
-                self._looked.notify_all()
 
 
 def _placed(event: HealthEvent, step_ns: int, since_ns: int, until_ns: int) -> HealthEvent:
