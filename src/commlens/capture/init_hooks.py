@@ -35,6 +35,73 @@ def safely(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
+def _with_hook(
+    listener: Callable[[], Any],
+    original: Callable[..., Any],
+    before: str,
+    *first: str,
+    names: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Return a function that calls the listener's method ``before`` with the arguments, the
+    original, and the function that the method returned; only the original if its arguments cannot
+    be read.
+
+    Args:
+        listener: returns the listener.
+        original: the function of torch.
+        before: the method's name.
+        first: arguments that the method gets before those of the call.
+        names: of the first arguments of a function in C++, which does not tell them.
+    """
+    read = (
+        (lambda args, kwargs: {**dict(zip(names, args, strict=False)), **kwargs})
+        if names
+        else reader_of(original)
+    )
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given, after = read(args, kwargs), None
+        if given is not None:
+            after = safely(getattr(listener(), before), *first, given)
+        if after is None:
+            return original(*args, **kwargs)
+        result, raised = None, True
+        try:
+            result = original(*args, **kwargs)
+            raised = False
+        finally:
+            safely(after, raised, result)
+        return result
+
+    return call
+
+
+def _destroy_with_hook(
+    listener: Callable[[], Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that destroys a group as ``original`` does, between two calls of the
+    listener. What the first of these returns is called last; its errors are raised.
+    """
+    read = reader_of(original)
+
+    @functools.wraps(original)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        group = (read(args, kwargs) or {}).get("group")
+        is_last = group is None or group is dist.group.WORLD
+        current = listener()
+        after = safely(current.before_destroy, is_last)
+        result = original(*args, **kwargs)
+        safely(current.after_destroy)
+        if after is not None:
+            after()
+        return result
+
+    return destroy_process_group
+
+
 def hook_init(listener: Callable[[], Any]) -> None:
     """Install the hooks, once per process. Each call of a hooked function calls ``listener`` for
     the current :class:`commlens.capture.session.TorchEvents`.
@@ -47,62 +114,13 @@ def hook_init(listener: Callable[[], Any]) -> None:
     import torch.distributed.device_mesh as device_mesh
     import torch.distributed.distributed_c10d as c10d
 
-    def hooked(
-        original: Callable[..., Any], before: str, op: str = "", names: Sequence[str] = ()
-    ) -> Callable[..., Any]:
-        """Return a function that calls the listener's method ``before`` with the arguments, the
-        original, and the function that the method returned; only the original if its arguments
-        cannot be read.
-
-        Args:
-            original: the function of torch.
-            before: the method's name.
-            op: of a store's method: its name, which is passed on as the first argument.
-            names: of the first arguments of a function in C++, which does not tell them.
-        """
-        read = (
-            (lambda args, kwargs: {**dict(zip(names, args, strict=False)), **kwargs})
-            if names
-            else reader_of(original)
-        )
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given, after = read(args, kwargs), None
-            if given is not None:
-                after = safely(getattr(listener(), before), *([op] if op else ()), given)
-            if after is None:
-                return original(*args, **kwargs)
-            result, raised = None, True
-            try:
-                result = original(*args, **kwargs)
-                raised = False
-            finally:
-                safely(after, raised, result)
-            return result
-
-        return call
-
-    original_destroy = c10d.destroy_process_group
-    read_destroy = reader_of(original_destroy)
-
-    @functools.wraps(original_destroy)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        current = listener()
-        group = (read_destroy(args, kwargs) or {}).get("group")
-        is_last = group is None or group is dist.group.WORLD
-        after = safely(current.before_destroy, is_last)
-        result = original_destroy(*args, **kwargs)
-        safely(current.after_destroy)
-        if after is not None:
-            after()
-        return result
-
+    hooked = functools.partial(_with_hook, listener)
     # A program that imported init_process_group, new_group or init_device_mesh by name before
     # commlens was switched on calls the original, which calls this helper.
     c10d._new_process_group_helper = hooked(c10d._new_process_group_helper, "before_new_group")
     init_process_group = hooked(c10d.init_process_group, "before_init")
     split_group = hooked(c10d.split_group, "before_split")
+    destroy_process_group = _destroy_with_hook(listener, c10d.destroy_process_group)
     for module in (dist, c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
@@ -123,7 +141,8 @@ def hook_init(listener: Callable[[], Any]) -> None:
     for store in filter(None, (getattr(dist, name, None) for name in _STORES)):
         for name, before in _STORE_METHODS.items():
             if hasattr(store, name):
-                setattr(store, name, hooked(getattr(store, name), before, name, _OF_STORE))
+                method = hooked(getattr(store, name), before, name, names=_OF_STORE)
+                setattr(store, name, method)
     dist.TCPStore.__init__ = hooked(
         dist.TCPStore.__init__, "before_store_made", names=_OF_TCP_STORE
     )

@@ -214,55 +214,76 @@ class TorchEvents:
                 safely(self.recording.recorder.verifier.link)
 
     def before_new_group(self, given: dict[str, Any]) -> After:
-        """A group is about to be made. For a program that goes past ``init_process_group``, this is
-        where recording begins.
+        """A group is about to be made: the default one, one for ``new_group``, or one by a program
+        that calls torch's helper by hand.
         """
         import torch.distributed as dist
 
-        recording = self.recording
+        ranks = given["global_ranks_in_group"] or ()
         is_default = not dist.is_initialized()
-        rank, size = given["group_rank"], given["group_size"]
-        name, backend = str(given["group_name"]), str(given["backend"])
-        ranks = given["global_ranks_in_group"] or ()  # a default group has none
-        by_hand = None
+        is_by_hand = not is_default and not ranks
+        is_member = is_default or is_by_hand or dist.get_rank() in ranks
         if is_default:
-            place = {"rank": rank, "world_size": size, "backend": backend}
-            safely(recording.begin, rank_environment.place_of(place))
-        elif not ranks:
-            by_hand = membership(rank, size, given["store"], name)
-        if not recording.is_recording:
+            # for a program that goes past init_process_group, recording begins here
+            place = {
+                "rank": given["group_rank"],
+                "world_size": given["group_size"],
+                "backend": str(given["backend"]),
+            }
+            safely(self.recording.begin, rank_environment.place_of(place))
+        if not self.recording.is_recording:
             return None
         if is_default:
-            # Calls of init_process_group do not show this: one may be refused, and init_device_mesh
-            # may have imported its name before commlens was switched on.
-            recording.recorder.groups.started_again()
-            if recording.recorder.verifier is not None:
-                recording.recorder.verifier.group_destroyed()
-            recording.setups.init_began(size, backend, None)
+            self._default_group_begins(given)
         else:
-            description = str(given.get("group_desc") or "")
-            splits_world = by_hand is None and bool(safely(_splits, given))
-            recording.setups.group_began(
-                name, description, ranks, backend, by_hand, splits_world=splits_world
-            )
-            safely(recording.recorder.hazards.group_made, ranks)
+            self._group_begins(given, ranks)
         from commlens.capture import connections
 
-        is_member = is_default or by_hand is not None or dist.get_rank() in ranks
         before = safely(connections.sockets) if is_member else None
 
         def after(raised: bool, made: Any) -> None:
-            (recording.setups.init_ended if is_default else recording.setups.ended)(raised)
-            if by_hand is not None and not raised:
+            if is_default:
+                self._default_group_ended(raised)
+            else:
+                self.recording.setups.ended(raised)
+            if is_by_hand and not raised:
                 note_by_hand(made[0])
-            if is_member and not raised:
-                if is_default:
-                    recording.initialised = True
-                    recording.writer.word(L.PHASE, L.PHASE_INITIALISED)
-                if before is not None:
-                    connections.note(made[0], before)
+            if before is not None and not raised:
+                connections.note(made[0], before)
 
         return after
+
+    def _default_group_begins(self, given: dict[str, Any]) -> None:
+        recording = self.recording
+        # Calls of init_process_group do not show that names start again: one may be refused, and
+        # init_device_mesh may have imported its name before commlens was switched on.
+        recording.recorder.groups.started_again()
+        if recording.recorder.verifier is not None:
+            recording.recorder.verifier.group_destroyed()
+        recording.setups.init_began(given["group_size"], str(given["backend"]), None)
+
+    def _default_group_ended(self, raised: bool) -> None:
+        self.recording.setups.init_ended(raised)
+        if not raised:
+            self.recording.initialised = True
+            self.recording.writer.word(L.PHASE, L.PHASE_INITIALISED)
+
+    def _group_begins(self, given: dict[str, Any], ranks: Sequence[int]) -> None:
+        """Note a group that is not the default one; ``ranks``: empty if it is made by hand."""
+        name, by_hand, splits_world = str(given["group_name"]), None, False
+        if ranks:
+            splits_world = bool(safely(_splits, given))
+        else:
+            by_hand = membership(given["group_rank"], given["group_size"], given["store"], name)
+        self.recording.setups.group_began(
+            name,
+            str(given.get("group_desc") or ""),
+            ranks,
+            str(given["backend"]),
+            by_hand,
+            splits_world=splits_world,
+        )
+        safely(self.recording.recorder.hazards.group_made, ranks)
 
     def backend_registered(self, process_group: Any) -> None:
         """A group has got a backend. For a program that makes groups by hand and never calls
