@@ -18,11 +18,11 @@ place              of which collectives                                 it leave
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -498,35 +498,36 @@ GRAPH_DEVICE = "graph"
 
 
 class Graphs:
-    """The groups that each graph communicates in, and the records of its replays."""
+    """The collectives that each graph contains, and the records of its replays: one record for each
+    channel that the graph communicates on.
+    """
 
     def __init__(self, writer: BoxWriter) -> None:
         self._writer = writer
-        self._captured: collections.Counter[LiveChannel] = collections.Counter()
-        self._channels: weakref.WeakKeyDictionary[Any, dict[LiveChannel, int]] = (
+        # how many collectives of each channel the capture that runs now has seen
+        self._being_captured: Counter[LiveChannel] = Counter()
+        # by graph: how many collectives of each channel it contains
+        self._contents: weakref.WeakKeyDictionary[Any, Counter[LiveChannel]] = (
             weakref.WeakKeyDictionary()
         )
-        self._numbers: dict[LiveChannel, Any] = {}
+        # the sequence numbers of the replays' records, by channel
+        self._numbers: defaultdict[LiveChannel, Callable[[], int]] = defaultdict(numbers)
+        # positions of the blobs that the records refer to, by channel and number of collectives
         self._blobs: dict[tuple[LiveChannel, int], tuple[int, int]] = {}
 
     def captured(self, channel: LiveChannel) -> None:
         """Note that a collective was captured."""
-        self._captured[channel] += 1
+        self._being_captured[channel] += 1
 
     def ends(self, graph: Any) -> None:
-        """Note that the capture of a graph has ended: it contains what was captured since the last
-        one.
-        """
-        if self._captured:
-            self._channels[graph] = dict(self._captured)
-            self._captured.clear()
+        """Note that the capture of a graph has ended."""
+        if self._being_captured:
+            self._contents[graph], self._being_captured = self._being_captured, Counter()
 
     def replayed(self, graph: Any, now: int, thread: int, step: int, stack: int) -> None:
-        """Write a record for each group in which a graph communicates."""
-        for channel, count in self._channels.get(graph, {}).items():
-            if channel not in self._numbers:
-                self._numbers[channel] = numbers()
-            group, asked = self._described(channel, count)
+        """Write the records of one replay."""
+        for channel, count in self._contents.get(graph, {}).items():
+            group, asked = self._blobs_of(channel, count)
             record = L.Record(
                 self._writer.next_index(),
                 now,
@@ -542,10 +543,12 @@ class Graphs:
             self._writer.mark(offset, L.RETURNED, record.record_index, now)
             self._writer.mark_outcome(offset, record.record_index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
 
-    def _described(self, channel: LiveChannel, count: int) -> tuple[int, int]:
-        """Return the positions of the blobs of the group and of a replay of so many collectives."""
+    def _blobs_of(self, channel: LiveChannel, count: int) -> tuple[int, int]:
+        """Return the positions of two blobs: of the channel's group, and of a replay of so many
+        collectives.
+        """
         known = self._blobs.get((channel, count), (0, 0))
-        if min(known) <= self._writer.side_floor:
+        if min(known) <= self._writer.side_floor:  # not written yet, or overwritten
             asked = {
                 "k": "asked",
                 "op": GRAPH_REPLAY,

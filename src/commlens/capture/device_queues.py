@@ -67,8 +67,9 @@ class Queue:
         self.channel = channel
         self.capacity = capacity
         self.tokens: collections.deque[Token] = collections.deque()
-        # The newest token whose record in the ring buffer is overwritten. The device may still wait
-        # in it, so `waiting` stays up to date, but nothing can be written about it any more.
+        # The newest collective that had to leave `tokens` because its record in the ring buffer is
+        # overwritten. Nothing can be written about it any more, but the device may still wait in
+        # it: each answer of torch's recorder sets its `waiting`.
         self.dropped: Token | None = None
         self.newest_ns = 0  # when the newest was issued
         self.answered_ns = 0  # when torch's recorder last answered
@@ -324,28 +325,33 @@ class DeviceQueues:
             tokens               all_gather   all_reduce
             entries   broadcast  all_gather   all_reduce     (oldest first)
 
-        Tokens without an entry, whose entries are overwritten, leave the queue: their state stays
-        unknown. Entries without a token are of collectives that are complete, or that
-        :attr:`Queue.dropped` is the newest of.
+        Tokens whose entries are overwritten leave the queue: their state stays unknown. Entries
+        that are older than all tokens are of collectives that are complete, or that had to leave
+        the queue; the newest of these is :attr:`Queue.dropped`.
         """
-        tokens = list(queue.tokens)[-len(entries) :]
+        tokens = queue.tokens
+        while len(tokens) > len(entries):
+            tokens.popleft()
         older, entries = entries[: -len(tokens)], entries[-len(tokens) :]
         if [token.args.op for token in tokens] != [entry.op for entry in entries]:
-            tokens, older = [], []  # which entry is whose is not known: their state stays unknown
-        open_before = sum(token.known_how != _ENDED for token in tokens)
+            # which entry is whose is not known: the states of all stay unknown
+            tokens.clear()
+            older = []
+        any_done = False
         for token, entry in zip(tokens, entries, strict=False):
             if token.known_how == _ENDED:
                 continue
             if entry.completed:
                 self._tracker.done(token, L.HOW_NATIVE_RECORDER, now)
                 token.waiting, token.known_how = False, _ENDED
+                any_done = True
             elif queue.channel.backend.watches:
                 self._mark_in_flight(token, L.HOW_NATIVE_RECORDER)
-        still_open = [at for at, token in enumerate(tokens) if token.known_how != _ENDED]
-        queue.tokens = collections.deque(tokens[min(still_open, default=len(tokens)) :])
+        while tokens and tokens[0].known_how == _ENDED:
+            tokens.popleft()
         if queue.dropped is not None:
             queue.dropped.waiting = bool(older) and not older[-1].completed
-        queue.note_progress(now, any_done=len(still_open) < open_before)
+        queue.note_progress(now, any_done=any_done)
 
     def _mark_in_flight(self, token: Token, how: int) -> None:
         """Note in a collective's record how it is known to be in flight."""
