@@ -12,7 +12,7 @@ sides ``[0, 2]`` and ``[1]``, and ``equal_at`` the step of the last check in whi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,7 +27,7 @@ from commlens.model.cause import (
     TensorSide,
     Why,
 )
-from commlens.model.numbers import CheckId, Key, Measure, NumbersReport
+from commlens.model.numbers import CheckId, Key, Measure, NumbersReport, Relation
 from commlens.numbers.departures import (
     CONFIDENCE,
     TRAINED,
@@ -190,26 +190,25 @@ class TensorComparison:
         """Return the causes that were not found before: first of what an optimizer's step depends
         on, then of each other kind.
         """
-        check = now.check
-        rng = _of_kinds(differences, ["rng"])
-        trained = _of_kinds(differences, TRAINED)
+        trained, buffers, values, rng = (
+            [each for each in differences if each.key[0] in kinds]
+            for kinds in (TRAINED, ["buffer"], ["value"], ["rng"])
+        )
+        own = find_own_tensors(now.check, now.reports, now.equal)
         order = find_other_order(now.equal)
-        own = find_own_tensors(check, now.reports, now.equal)
         ranks = sorted(now.reports) if own else all_ranks([*trained, *([order] if order else [])])
-        found: list[Diverged] = []
         label = _TRAINING
         if order is not None and order.key[0] == "module":
-            self._note(_TRAINING, ranks, check)  # what differs besides is a consequence
+            self._note(_TRAINING, ranks, now.check)  # what differs besides is a consequence
             label = "module"
-        if ranks and self._note(label, ranks, check):
-            found.append(self._diverged(now, ranks, trained, rng, order, own))
-        for kind, label in (("buffer", "buffer"), ("value", check.source), ("rng", "rng")):
-            some = _of_kinds(differences, [kind])
-            if kind == "rng":  # random numbers count if nothing else differs
-                some = [] if found else [each for each in rng if each.learned]
-            ranks = all_ranks(some)
-            if ranks and self._note(label, ranks, check):
-                found.append(self._diverged(now, ranks, some, rng))
+        found = [
+            *self._new_cause(now, label, ranks, trained, rng, order, own),
+            *self._new_cause(now, "buffer", all_ranks(buffers), buffers, rng),
+            *self._new_cause(now, now.check.source, all_ranks(values), values, rng),
+        ]
+        if not found:
+            random = [each for each in rng if each.learned]
+            found = self._new_cause(now, "rng", all_ranks(random), random, rng)
         return found
 
     def _note(self, label: str, ranks: Sequence[int], check: CheckId) -> bool:
@@ -222,26 +221,30 @@ class TensorComparison:
         self._found.add((label, tuple(ranks)))
         return not is_known or bool(check.wait_s)
 
-    def _diverged(
+    def _new_cause(
         self,
         now: _Checked,
+        label: str,
         ranks: Sequence[int],
         differences: Sequence[Difference],
         rng: Sequence[Difference],
         order: Difference | None = None,
         own: Sequence[OwnTensors] = (),
-    ) -> Diverged:
-        """Return the cause of some differences.
+    ) -> list[Diverged]:
+        """Return the cause of some differences; none if it is not to be reported.
 
         Args:
             now: the check in which they were found.
-            ranks: that have any of them.
+            label: under which differences of their kind are noted.
+            ranks: that have any of them; empty if there are no differences.
             differences: the tensors that differ.
             rng: differences of random number generators, which may explain them.
             order: the first parameter or module that ranks have at another place.
             own: tensors that only some ranks have.
         """
         check = now.check
+        if not ranks or not self._note(label, ranks, check):
+            return []
         roots = [order] if order is not None else roots_of(differences)
         ranks = all_ranks(roots) if roots else list(ranks)
         steps = [each.step for each in self._agreements(check, ranks) if each.step < check.number]
@@ -254,7 +257,7 @@ class TensorComparison:
         doubt = doubt_about(blamed_by, learned)
         kind = roots[0].key[0] if roots else "parameter"
         equal_kinds, unequal_kinds = other_kinds(roots, differences, now.equal)
-        return Diverged(
+        cause = Diverged(
             kind="diverged",
             why=_WHY[kind] if departure != "other-random-numbers" else "rng",
             root_cause=True,
@@ -277,6 +280,7 @@ class TensorComparison:
             only_on=list(own),
             history=list(self._history[check.subject]),
         )
+        return [cause]
 
     def _agreements(self, check: CheckId, ranks: Collection[int]) -> list[_Agreement]:
         """Return when sets of ranks agreed last that have any of these ranks."""
@@ -334,21 +338,12 @@ class TensorComparison:
         first, *others = measures.values()
         before = self._learned.get(at)
         if all(each.digest == first.digest for each in others):
-            changed = before is not None and before.digest != first.digest
-            changes = (before.changes if before is not None else 0) + changed
+            has_changed = before is not None and before.digest != first.digest
+            changes = (before.changes if before is not None else 0) + has_changed
             self._learned[at] = Learned(first.digest, changes, check.number)
             return []
         self._learned[at] = Learned(0, _NEVER, check.number)
-        if part.relation == "presumed":
-            is_replica = (
-                before.changes >= 0
-                if before is not None
-                else all(are_close(first, each, SMALL) for each in others)
-            )
-        else:
-            is_replica = before is not None and before.changes >= _AGREED_CHANGES
-        is_set_up_alike = part.relation == "presumed" and first.kind == "hyperparameter"
-        if not is_replica or not (is_telling(first) or is_set_up_alike):
+        if not _counts_as_replica(part.relation, before, first, others):
             return []
         if before is not None:
             agreement = self._agreed.setdefault(
@@ -473,8 +468,19 @@ class TensorComparison:
         ]
 
 
-def _of_kinds(differences: Sequence[Difference], kinds: Collection[str]) -> list[Difference]:
-    return [each for each in differences if each.key[0] in kinds]
+def _counts_as_replica(
+    relation: Relation, before: Learned | None, first: Measure, others: Iterable[Measure]
+) -> bool:
+    """Return whether a tensor that differs now should be equal: it agreed in all checks before and,
+    if it is not presumed to be a replica, changed meanwhile. In the first check, a presumed replica
+    should be equal if it nearly is.
+    """
+    is_presumed = relation == "presumed"
+    if not is_telling(first) and not (is_presumed and first.kind == "hyperparameter"):
+        return False
+    if before is None:
+        return is_presumed and all(are_close(first, each, SMALL) for each in others)
+    return before.changes >= (0 if is_presumed else _AGREED_CHANGES)
 
 
 def _cause_of_divergence(check: CheckId, found: Divergence, ranks: list[int], ops: int) -> Diverged:

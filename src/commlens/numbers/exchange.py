@@ -262,43 +262,44 @@ class Collector:
     def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
         """Compare the reports of a check, report what differs, and forget the check."""
         reports = self._waiting[check].by_rank
-
-        def load(digest: str) -> TensorTable | None:
-            content = self._meeting.value(table_name(check, digest))
-            return (
-                msgspec.msgpack.decode(content, type=TensorTable) if content is not None else None
-            )
-
-        parts = parts_of(reports, load)
+        parts = parts_of(reports, lambda digest: self._table(check, digest))
         causes = self._comparison.compare(check, reports, parts)
+        verdicts = [verdict_of(cause) for cause in causes]
+        tensors = count_tensors(parts)
         if check.source == f"{OPTIMIZER} 1" and len(reports) > 1:
-            self._steps.add(check.number, len(reports), count_tensors(parts), bool(causes))
+            self._steps.add(check.number, len(reports), tensors, bool(causes))
         if check.wait_s:
-            verdict = _joined([verdict_of(cause) for cause in causes]) or no_difference(
-                len(reports), count_tensors(parts)
-            )
-            if absent:
-                verdict.missing_evidence.append(
-                    f"Not compared: {ranks_phrase(absent)} did not call {check.source} within"
-                    f" {check.wait_s:g} s."
-                )
-            self._meeting.keep(answer_name(check), _encode(verdict))
-            self._answered.append(answer_name(check))
-            self._meeting.discard(self._answered[:-8])
-            self._answered = self._answered[-8:]
-            if absent:
-                log.warning(
-                    "commlens: %s did not reach %s within %g s: not compared.",
-                    ranks_phrase(absent),
-                    check.source,
-                    check.wait_s,
-                )
+            answer = _joined(verdicts) or no_difference(len(reports), tensors)
+            self._answer(check, answer, absent)
         self._forget(check)
         if (other := self._comparison.other_ops) is not None and not self._warned_of_other_ops:
             self._warned_of_other_ops = True
             log.warning("commlens: %s", other_ops(*other))
-        for cause in causes:
-            self._on_diverged(verdict_of(cause))
+        for verdict in verdicts:
+            self._on_diverged(verdict)
+
+    def _table(self, check: CheckId, digest: str) -> TensorTable | None:
+        """Return a table that a rank has kept; None if it is gone."""
+        content = self._meeting.value(table_name(check, digest))
+        return msgspec.msgpack.decode(content, type=TensorTable) if content is not None else None
+
+    def _answer(self, check: CheckId, verdict: Verdict, absent: Sequence[int]) -> None:
+        """Give the ranks that wait for a check its verdict, and say which ranks did not come."""
+        if absent:
+            verdict.missing_evidence.append(
+                f"Not compared: {ranks_phrase(absent)} did not call {check.source} within"
+                f" {check.wait_s:g} s."
+            )
+            log.warning(
+                "commlens: %s did not reach %s within %g s: not compared.",
+                ranks_phrase(absent),
+                check.source,
+                check.wait_s,
+            )
+        self._meeting.keep(answer_name(check), _encode(verdict))
+        self._answered.append(answer_name(check))
+        self._meeting.discard(self._answered[:-8])
+        self._answered = self._answered[-8:]
 
     def _forget(self, check: CheckId) -> None:
         reports = self._waiting.pop(check).by_rank
