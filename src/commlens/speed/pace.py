@@ -61,8 +61,9 @@ class Pace(NamedTuple):
     is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
     begin_ns: int = 0  # Unix
     sent_s: Mapping[int, float] = MappingProxyType({})  # rank: time in transfers of its device
-    min_cost: float = MIN_COST  # share of the time: nobody who costs less is named
-    max_cost: float = 1.0  # nor who costs more
+    # the least and the greatest share of the time that ranks which are called slow cost the others
+    min_cost: float = MIN_COST
+    max_cost: float = 1.0
     step: int = 0  # in which it begins
     # the steps are rounds of collectives, because no rank counts those of an optimizer
     by_rounds: bool = False
@@ -154,12 +155,12 @@ def _pace_of(
         rank: (length(spans_in(waits[rank], window)) + on_device.waited.get(rank, 0)) * _NS
         for rank in inside
     }
-    steps = [
-        bisect_left(rounds[rank], window[1]) - bisect_left(rounds[rank], window[0])
-        if rounds
-        else ops[-1].step - ops[0].step
-        for rank, ops in inside.items()
-    ]
+    steps = [ops[-1].step - ops[0].step for ops in inside.values()]
+    if rounds:
+        steps = [
+            bisect_left(rounds[rank], window[1]) - bisect_left(rounds[rank], window[0])
+            for rank in inside
+        ]
     are_ahead = all(ops[-1].channel.runs_ahead for ops in inside.values())
     has_messages = any(op.is_point_to_point for ops in inside.values() for op in ops)
     window_s = length([window]) * _NS
@@ -196,9 +197,9 @@ class PaceMeter:
             piece_s: how long a piece is, or a little longer.
         """
         begin, end = timed_span(logs)
-        begin, captured = max(self.until_ns, begin), common_span(logs)[1]
-        if end == captured:  # nothing runs on a device
-            self.until_ns = captured
+        begin = max(self.until_ns, begin)
+        if end == common_span(logs)[1]:  # nothing runs on a device
+            self.until_ns = end
             pace = measure(logs, begin, least=least)
             return [pace] if pace is not None else []
         if (end - begin) * _NS < _MIN_PIECE_S or len(logs) < least:
@@ -243,15 +244,16 @@ def on_device_ns(ops: Iterable[Collective]) -> int:
 
 def _sees_other_nodes(inside: Mapping[int, Sequence[Collective]]) -> bool:
     """Return whether nearly all waits for ranks on other nodes were recorded."""
-    # A group of many ranks is compared once, not for each of its collectives.
-    groups = {id(op.channel.group): op.channel.group for ops in inside.values() for op in ops}
-    reaching = {each for each, group in groups.items() if not inside.keys() >= {*group.ranks}}
-    far = [
+    ended = [
         op
         for ops in inside.values()
         for op in ops
-        if not op.channel.runs_ahead and id(op.channel.group) in reaching and not op.in_flight
+        if not op.channel.runs_ahead and not op.in_flight
     ]
+    # A group of many ranks is compared with the ranks here once, not for each of its collectives.
+    groups = {id(op.channel.group): op.channel.group for op in ended}
+    reaching = {each for each, group in groups.items() if not inside.keys() >= {*group.ranks}}
+    far = [op for op in ended if id(op.channel.group) in reaching]
     return sum(map(_waits_unseen, far)) <= _FEW * len(far)
 
 
@@ -319,18 +321,16 @@ def _find_slow(paces: Sequence[Pace], part: float = 1.0, *, sufficient: bool) ->
     min_cost = part * max(pace.min_cost for pace in paces)
     if not min_cost * window_s <= cost_s <= paces[0].max_cost * window_s:
         return None
-    others = set(waited) - set(ranks)
     agreeing = [pace for pace in paces if _makes_wait(pace, ranks, min_cost)]
     if len(agreeing) < AGREEING * len(paces):
         return None
-    step_s = median(pace.step_s for pace in paces)
     return SlowRanks(
         sorted(ranks),
         cost_s / window_s,
         steps,
-        step_s,
-        _without_cpu(paces, ranks),
-        _without_cpu(paces, others),
+        step_s=median(pace.step_s for pace in paces),
+        no_cpu=_without_cpu(paces, ranks),
+        no_cpu_others=_without_cpu(paces, waited.keys() - ranks),
         by_rounds=paces[0].by_rounds,
     )
 
@@ -451,14 +451,10 @@ def find_periodic_waits(slow: SlowRanks, logs: Sequence[RankLog]) -> PeriodicPau
 
 def recent(paces: Sequence[Pace]) -> list[Pace]:
     """Return the newest samples that suffice to find slow ranks; all if they do not."""
-    return next(
-        (
-            list(paces[-taken:])
-            for taken in range(MIN_SAMPLES, len(paces))
-            if suffice(paces[-taken:])
-        ),
-        list(paces),
-    )
+    for taken in range(MIN_SAMPLES, len(paces)):
+        if suffice(paces[-taken:]):
+            return list(paces[-taken:])
+    return list(paces)
 
 
 def with_cpu(slow: SlowRanks, paces: Sequence[Pace]) -> SlowRanks:
@@ -471,10 +467,8 @@ def with_cpu(slow: SlowRanks, paces: Sequence[Pace]) -> SlowRanks:
 
 def suffice(paces: Sequence[Pace]) -> bool:
     """Return whether samples are of the same ranks, and enough to find slow ones among them."""
-    steps, total_s = (
-        sum(pace.steps for pace in paces),
-        sum(pace.steps * pace.step_s for pace in paces),
-    )
+    steps = sum(pace.steps for pace in paces)
+    total_s = sum(pace.steps * pace.step_s for pace in paces)
     are_enough = len(paces) >= MIN_SAMPLES and total_s >= MIN_S and steps >= MIN_STEPS
     return are_enough and len({frozenset(pace.waited_s) for pace in paces}) == 1
 
