@@ -196,7 +196,7 @@ NOT_YET = {
     "unit/watch/nodes/test_remote_evidence.py": """
         watch/snapshot
     """,
-    "unit/watch/test_reporting.py": """
+    "unit/watch/test_diagnoser.py": """
         dumps/garbage
     """,
     "unit/watch/test_watcher.py": """

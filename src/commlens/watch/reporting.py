@@ -1,12 +1,10 @@
-"""Diagnose a running job, print the verdict, save dumps, and pass both on to other nodes and
-systems.
+"""Print verdicts on a running job, save dumps, and pass both on to other nodes and systems.
 
-A stall, for example, makes the watcher call::
+After the diagnosis of a stall, for example, the watcher calls::
 
-    diagnose(stands_still=True)    collect the evidence of all nodes, and return the verdict
-    report(verdict)                print it here; its first line on the other nodes and worlds
-    save_dump()                    save the black boxes, the verdict and its page in ``dump_dir``
-    send_alert()                   pass the verdict and the dump's folder on to other systems
+    report(verdict)    print it here; its first line on the other nodes and worlds
+    save_dump()        save the black boxes, the verdict and its page in ``dump_dir``
+    send_alert()       pass the verdict and the dump's folder on to other systems
 
 A verdict on a fault that was reported before is not printed again: ``report_again`` prints a line
 that refers to it.
@@ -28,20 +26,17 @@ import msgspec
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
-from commlens.diagnosis.fold.alike import NONE_ALIKE, counts_for_all
+from commlens.diagnosis.fold.alike import NONE_ALIKE
 from commlens.dumps import save
-from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
-from commlens.model.cause import LostNode
 from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
 from commlens.text import capital, ranks_phrase, sentence
 from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.alerts.otlp import OtlpExporter
-from commlens.watch.evidence import Collected, Evidence
-from commlens.watch.nodes.lost import as_evidence, logs_of_vanished
+from commlens.watch.diagnoser import Diagnoser
 from commlens.watch.roster import Member
-from commlens.watch.snapshot import have_joined, one_run
+from commlens.watch.snapshot import have_joined
 from commlens.watch.stall_verdicts import explains, leaves_standing
 
 if TYPE_CHECKING:
@@ -50,7 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlens")
 
 Say = Callable[[str | Verdict], None]
-Diagnose = Callable[..., Verdict]
 
 NOTICE_INDENT = " " * len("commlens: ")
 """Begins the further lines of a notice."""
@@ -93,146 +87,112 @@ def _as_notice(verdict: Verdict) -> str:
     return " ".join(f"{capital(each).rstrip('.')}." for each in sentences if each)
 
 
-class Reporter:
-    """Diagnoses a job, prints what is wrong and saves it.
+class FormerAttempts:
+    """The attempts at a job that ended before the present one: those of its former workers, which
+    torchelastic has replaced, and those of which there are dumps. Compared with them, a fault that
+    comes back gets another action than one that is new.
 
     Args:
         folders: of the job's black boxes.
-        settings: ``job``, ``stall_ceiling_s``, those of dumps, and those of alerts.
-        evidence: of the job.
+        dump_dir: where the dumps of earlier jobs are; empty: there are none.
+    """
+
+    def __init__(self, folders: Sequence[Path], dump_dir: str) -> None:
+        self._folders = folders
+        self._dump_dir = dump_dir
+        self._job_began_ns = self._began_ns = time.time_ns()  # the job's, and its workers'
+        self._former: list[Attempt] = []  # of former workers, the last one first
+
+    def begin_next(self, fault: Verdict | None) -> None:
+        """Note that the workers are new, and the fault that ended the former ones, if any."""
+        if fault is not None:
+            from commlens.diagnosis.action import SHORT_NS, attempt_of
+
+            is_short = time.time_ns() - self._began_ns < SHORT_NS
+            self._former.insert(0, attempt_of(fault, is_short=is_short))
+            del self._former[_FORMER_MAX:]
+        self._began_ns = time.time_ns()
+
+    def decide_action(self, verdict: Verdict) -> None:
+        """Add what to do with the job to a verdict. Only after the verdict is printed: the file
+        server with the dumps of earlier attempts may not answer.
+        """
+        try:
+            self._compare(verdict)
+        except Exception as error:  # the verdict was printed
+            log.debug("commlens: no action was decided: %s: %s", type(error).__name__, error)
+
+    def _compare(self, verdict: Verdict) -> None:
+        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
+
+        before = list(self._former)
+        if self._dump_dir and verdict.is_fault:
+            root, began_ns = Path(self._dump_dir), self._job_began_ns
+            for content, lasted_ns in save.earlier_verdicts(root, self._folders, began_ns):
+                with contextlib.suppress(Exception):  # another version's, or damaged
+                    attempt = msgspec.json.decode(content, type=Attempt)
+                    attempt.is_short = lasted_ns < SHORT_NS
+                    before.append(attempt)
+        if time.time_ns() - self._began_ns >= SHORT_NS:
+            before = [msgspec.structs.replace(each, is_short=False) for each in before]
+        verdict.action = verdict.action or action_of(verdict)
+        verdict.action = with_attempts(verdict, before)
+
+
+class Reporter:
+    """Prints what is wrong with a job, saves it, and passes it on.
+
+    Args:
+        folders: of the job's black boxes.
+        settings: ``job``, those of dumps, and those of alerts.
+        diagnoser: makes the verdicts.
         say: prints a line or a verdict; None: to stderr.
-        diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.examine.diagnose_logs`.
     """
 
     def __init__(
         self,
         folders: Sequence[Path],
         settings: Settings,
-        evidence: Evidence,
+        diagnoser: Diagnoser,
         *,
         say: Say | None = None,
-        diagnose: Diagnose | None = None,
     ) -> None:
         self.say = say or say_to_stderr
-        self.evidence = evidence
+        self.diagnoser = diagnoser
+        self.evidence = diagnoser.evidence
         self.verdict: Verdict | None = None  # the last one printed
         # the job has not gone on since that one; the watcher unsets it when the wait has ended
         self.verdict_stands = False
-        self._job_began_ns = self._began_ns = time.time_ns()  # the job's, and its workers'
-        self._former: list[Attempt] = []  # of former workers, the last one first
-        # the last fault of the former workers, as its verdict puts it; the watcher sets it
-        self.before_restart = ""
+        self._before_restart = ""  # the last fault of former workers, as its verdict puts it
+        self._attempts = FormerAttempts(folders, settings.dump_dir)
         self.dump: Path | None = None  # the last one saved
         self.is_saving = False  # its page may be missing
-        self.examined = Collected()  # the evidence of the last diagnosis
-        self._diagnosed: Verdict | None = None  # the last diagnosis
         self._folders = folders
         self._settings = settings
-        self._make_verdict = diagnose
         self._host = os.uname().nodename
-        # a collective that is in flight for less does not count as stalled; less than the stall
-        # timeout, so that some do when it is over
-        self._stalled_after_s = min(1.0, settings.stall_ceiling_s / 2)
         self._alerts = Alerts(settings, self._host, self.say)
         self.otlp = OtlpExporter(settings.job or folders[0].name, self._host, self.say)
         self._to_send: Verdict | None = None  # to other systems, once its dump is saved
         self.counts: Counter[str] = Counter()  # verdicts printed, by kind
 
     def forget(self) -> None:
-        """Forget the verdict and the evidence of former workers. A fault of theirs is kept as an
-        attempt, to be compared with later ones.
-        """
-        if self.verdict is not None and self.verdict.is_fault and self.verdict_stands:
-            from commlens.diagnosis.action import SHORT_NS, attempt_of
-
-            is_short = time.time_ns() - self._began_ns < SHORT_NS
-            self._former.insert(0, attempt_of(self.verdict, is_short=is_short))
-            del self._former[_FORMER_MAX:]
-        self._began_ns, self.verdict_stands = time.time_ns(), False
-        self.verdict = self.dump = self._diagnosed = None
-        self.examined = Collected()
-        self.evidence.forget()
+        """Forget the verdict and the evidence of former workers, but for their last fault."""
+        fault = self.verdict if self.verdict is not None and self.verdict.is_fault else None
+        if fault is not None:
+            self._before_restart = fault.summary
+        self._attempts.begin_next(fault if self.verdict_stands else None)
+        self.verdict = self.dump = None
+        self.verdict_stands = False
+        self.diagnoser.forget()
 
     def preload(self) -> None:
-        """Import what a diagnosis needs: once something is wrong, every tenth of a second
-        counts.
+        """Import what a diagnosis and its output need: once something is wrong, every tenth of a
+        second counts.
         """
-        if self._make_verdict is None:
-            from commlens.diagnosis.examine import diagnose_logs
+        import commlens.diagnosis.examine
 
-            self._make_verdict = diagnose_logs
         if self.say is say_to_stderr:
             import commlens.reports.terminal  # noqa: F401
-
-    # --- the diagnosis
-
-    def diagnose(self, *, stands_still: bool = False) -> Verdict:
-        """Collect the evidence and diagnose it.
-
-        Args:
-            stands_still: the job waits, so there is time to find out which ranks matter; else all
-                nodes are asked at once, before they end.
-        """
-        self.preload()
-        # collecting garbage among the records of many nodes would take as long as the diagnosis
-        with collector_paused():
-            few = self._diagnose_few() if stands_still else None
-            self._diagnosed = verdict = few or self._diagnose_all()
-            return verdict
-
-    def diagnose_few(self) -> Verdict | None:
-        """Diagnose a few ranks in each state of a job on many nodes. None if that does not show
-        what is wrong with all: it costs too much to ask all before the stall timeout.
-        """
-        self.preload()
-        with collector_paused():
-            self._diagnosed = verdict = self._diagnose_few()
-        return verdict
-
-    def _diagnose_few(self) -> Verdict | None:
-        """Diagnose a few ranks in each state, if the job is large. None if that shows nothing that
-        holds for all, or if nodes have ended.
-        """
-        few = self.evidence.collect_few()
-        if few is None or few.vanished:
-            return None
-        self.examined = few
-        verdict = self._judge_with_lost_nodes(self._judge())
-        return verdict if counts_for_all(verdict, few.alike) else None
-
-    def _diagnose_all(self) -> Verdict:
-        """Diagnose all ranks: first with their newest records, then with more where these do not
-        reach back far enough.
-        """
-        self.examined = self.evidence.collect()
-        verdict = self._judge()
-        if self.examined.lacks_records and verdict.kind not in NOTHING_FOUND:
-            self.examined = self.evidence.collect_more(self.examined, verdict)
-            verdict = self._judge()
-        return self._judge_with_lost_nodes(verdict)
-
-    def _judge_with_lost_nodes(self, verdict: Verdict) -> Verdict:
-        """Return the verdict with the nodes that have fallen silent. The ranks of those that have
-        ended count as gone, unless the logs alone name a culprit.
-        """
-        found = self.examined
-        if not found.lost:
-            return verdict
-        if found.vanished and not verdict.culprits:
-            gone = logs_of_vanished(found.vanished, found.logs, found.first_rank)
-            found.logs = one_run([*found.logs, *gone])
-        return self._judge(as_evidence(found.lost, found.vanished, found.first_rank))
-
-    def _judge(self, lost_nodes: Sequence[LostNode] = ()) -> Verdict:
-        """Return the verdict on the evidence in ``examined``."""
-        assert self._make_verdict is not None
-        return self._make_verdict(
-            self.examined.logs,
-            problems=self.examined.problems,
-            stalled_after_s=self._stalled_after_s,
-            lost_nodes=lost_nodes,
-            alike=self.examined.alike,
-        )
 
     # --- verdicts and lines, here and on other nodes
 
@@ -251,13 +211,13 @@ class Reporter:
             line = f"{capital(verdict.summary).rstrip('.')}."
             self._announce(line, kind=verdict.kind)
             # One that names no world, though several were examined, is about this world alone.
-            logs = self.examined.logs
+            logs = self.diagnoser.examined.logs
             examined_several = bool(logs) and logs[0].worlds.are_several
             if verdict.worlds.are_several or not examined_several:
                 # members that have not come, as far as is known here: another world may know them
                 lacks_members = any(each.size for each in verdict.worlds.outsiders)
                 self.evidence.worlds.announce(line, verdict.kind, is_complete=not lacks_members)
-        self._decide_action(verdict)
+        self._attempts.decide_action(verdict)
 
     def report_again(self, verdict: Verdict, line: str) -> None:
         """Print a line in place of a verdict on a fault that was reported before. So this one is
@@ -265,43 +225,15 @@ class Reporter:
         """
         self._keep(verdict)
         self.say_for_job(line)
-        self._decide_action(verdict)
+        self._attempts.decide_action(verdict)
 
     def _keep(self, verdict: Verdict) -> None:
         """Note the verdict that is printed now."""
         self.verdict = verdict
         self.verdict_stands = True
-        if self.before_restart and verdict.is_fault and verdict.findings:
-            said = sentence(f"Before the workers were restarted: {self.before_restart}")
+        if self._before_restart and verdict.is_fault and verdict.findings:
+            said = sentence(f"Before the workers were restarted: {self._before_restart}")
             verdict.findings[0].evidence.append(said)
-
-    def _decide_action(self, verdict: Verdict) -> None:
-        """Add what to do with the job. Only after the verdict is printed: the file server with the
-        dumps of earlier attempts may not answer.
-        """
-        try:
-            self._compare_attempts(verdict)
-        except Exception as error:  # the verdict was printed
-            log.debug("commlens: no action was decided: %s: %s", type(error).__name__, error)
-
-    def _compare_attempts(self, verdict: Verdict) -> None:
-        """Decide the action by what is wrong and by the faults that ended earlier attempts, those
-        of former workers of this job and those of which there are dumps.
-        """
-        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
-
-        before = list(self._former)
-        if self._settings.dump_dir and verdict.is_fault:
-            root, began_ns = Path(self._settings.dump_dir), self._job_began_ns
-            for content, lasted_ns in save.earlier_verdicts(root, self._folders, began_ns):
-                with contextlib.suppress(Exception):  # another version's, or damaged
-                    attempt = msgspec.json.decode(content, type=Attempt)
-                    attempt.is_short = lasted_ns < SHORT_NS
-                    before.append(attempt)
-        if time.time_ns() - self._began_ns >= SHORT_NS:
-            before = [msgspec.structs.replace(each, is_short=False) for each in before]
-        verdict.action = verdict.action or action_of(verdict)
-        verdict.action = with_attempts(verdict, before)
 
     def report_slow(self, verdict: Verdict) -> None:
         """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the
@@ -332,7 +264,7 @@ class Reporter:
         if self.evidence.nodes.reporter is None:
             self.evidence.nodes.announce(line, kind=kind, abort=abort)
 
-    # --- dumps and alerts
+    # --- dumps
 
     def save_dump(self, reason: str = "") -> None:
         """Save the evidence and the last verdict in ``dump_dir``. Print where, if the dump is a new
@@ -363,26 +295,6 @@ class Reporter:
         else:
             self.save_dump()
 
-    def send_alert(self) -> None:
-        """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first:
-        the alert names it.
-        """
-        verdict, self._to_send = self._to_send, None
-        if verdict is not None:
-            self._pass_on(verdict, self.dump)
-
-    def _pass_on(self, verdict: Verdict, dump: Path | None) -> None:
-        self._alerts.send(
-            verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump
-        )
-        self.otlp.send(verdict, dump)
-
-    def close(self) -> None:
-        """Wait a few seconds for the commands that got verdicts, and for OTLP."""
-        self.otlp.end()
-        self._alerts.close(ALERTS_END_S)
-        self.otlp.wait()
-
     def _save_dump(self, reason: str) -> None:
         """Save the ranks here, those of other nodes that sent their evidence, and the page."""
         settings = self._settings
@@ -410,7 +322,7 @@ class Reporter:
         job, restart = next(
             (
                 (log.job, log.restart)
-                for log in self.examined.logs
+                for log in self.diagnoser.examined.logs
                 if log.job and not log.worlds.are_several
             ),
             (folders[0].name, 0),
@@ -445,11 +357,12 @@ class Reporter:
             from commlens.diagnosis.examine import examine_logs
             from commlens.reports.verdict_page import verdict_html
 
-            logs, alike = self.examined.logs, self.examined.alike
-            if self._diagnosed is not self.verdict:
+            diagnoser = self.diagnoser
+            logs, alike = diagnoser.examined.logs, diagnoser.examined.alike
+            if diagnoser.verdict is not self.verdict:
                 # some of them may be of ranks that were not examined before
                 logs, alike = self.evidence.logs_with_last_evidence(), NONE_ALIKE
-            examined = examine_logs(logs, stalled_after_s=self._stalled_after_s, alike=alike)
+            examined = examine_logs(logs, stalled_after_s=diagnoser.stalled_after_s, alike=alike)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
                 folder,
@@ -467,6 +380,28 @@ class Reporter:
             )
             log.debug("the page's error", exc_info=True)
             return None
+
+    # --- other systems
+
+    def send_alert(self) -> None:
+        """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first:
+        the alert names it.
+        """
+        verdict, self._to_send = self._to_send, None
+        if verdict is not None:
+            self._pass_on(verdict, self.dump)
+
+    def _pass_on(self, verdict: Verdict, dump: Path | None) -> None:
+        self._alerts.send(
+            verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump
+        )
+        self.otlp.send(verdict, dump)
+
+    def close(self) -> None:
+        """Wait a few seconds for the commands that got verdicts, and for OTLP."""
+        self.otlp.end()
+        self._alerts.close(ALERTS_END_S)
+        self.otlp.wait()
 
 
 # --- ranks that died
@@ -507,7 +442,7 @@ def report_death(
         earlier: the verdict on the current stall, if there is one.
         has_reported: returns whether a verdict is on a mismatch that was reported before.
     """
-    verdict = reporter.diagnose()
+    verdict = reporter.diagnoser.diagnose()
     ranks = ranks_phrase([*(member.rank for member in dead), *elsewhere])
     end = _end_of_hang(reporter, dead, verdict, earlier) if dead and earlier is not None else ""
     if end:
@@ -532,7 +467,7 @@ def _end_of_hang(
     waited = {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())}
     were_killed = any(member.ending is not None and member.ending.signal for member in dead)
     if earlier.is_fault and not were_killed and waited.issuperset(each.rank for each in dead):
-        logs = reporter.examined.logs
+        logs = reporter.diagnoser.examined.logs
         errors = [each.exception for each in logs if each.rank == dead[0].rank]
         error = next((f" ({each})" for each in errors if each), "")
         return f"gave up waiting{error}"

@@ -46,6 +46,7 @@ from commlens.processes.senders import take_sender
 from commlens.text import ranks_phrase, signal_name, verb
 from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
+from commlens.watch.diagnoser import Diagnose, Diagnoser
 from commlens.watch.evidence import Evidence
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
@@ -62,7 +63,6 @@ from commlens.watch.nodes.states_tree import TREE_ABOVE
 from commlens.watch.open_waits import OpenWait, waits, waits_recorded
 from commlens.watch.other_nodes import pack_world_snapshot
 from commlens.watch.reporting import (
-    Diagnose,
     Reporter,
     Say,
     lines_at_end,
@@ -159,7 +159,8 @@ class Watcher:
             self._health,
             launched=self._launched,
         )
-        self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
+        self._diagnoser = Diagnoser(evidence, settings, diagnose)
+        self.reporter = Reporter(self.folders, settings, self._diagnoser, say=say)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
         self._metrics = Metrics(settings, settings.job or self.folders[0].name, self.reporter)
@@ -350,8 +351,6 @@ class Watcher:
             self._add_ended()
             self._close_generation()
         verdict, dump = self.reporter.verdict, self.reporter.dump
-        if verdict is not None and verdict.is_fault:
-            self.reporter.before_restart = verdict.summary
         if verdict is not None or dump is not None:
             kept = f"; the former ones' dump stays in {dump}" if dump is not None else ""
             self.reporter.say(f"the workers were restarted{kept}.")
@@ -655,25 +654,24 @@ class Watcher:
 
     def _check(self, stall: Stall, check: Check) -> None:
         """Diagnose a stall and report a verdict that is new."""
-        reporter = self.reporter
         if check.age_s < ENDING_MAX_S + check.patience_s and self._is_one_ending():
             return  # its death explains more than the wait does
         if self._strangers.find(time.monotonic()):
             stall.next_check = check.now + 1.0  # observe them first
             return
-        others = len(self._nodes.others)
+        diagnoser, others = self._diagnoser, len(self._nodes.others)
         few = check.is_early and others > TREE_ABOVE  # then with the evidence of a few nodes only
-        verdict = reporter.diagnose_few() if few else reporter.diagnose(stands_still=True)
+        verdict = diagnoser.diagnose_few() if few else diagnoser.diagnose(stands_still=True)
         # meanwhile, the job may have been stopped or a rank have died, which explains the wait
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._is_explained:
             return
-        logs = reporter.examined.logs
+        logs, poses = diagnoser.examined.logs, diagnoser.examined.poses
         if check.timeout_s and not waits_recorded(logs, check.timeout_s):
             return
         rest_s = others / LOOKED_AT_PER_S
         is_new = (
-            self._stalls.add_early(check, verdict, logs, reporter.examined.poses, rest_s=rest_s)
+            self._stalls.add_early(check, verdict, logs, poses, rest_s=rest_s)
             if check.is_early
             else verdict is not None and self._stalls.add_verdict(check, verdict)
         )
@@ -682,7 +680,7 @@ class Watcher:
 
     def _report_stall(self, stall: Stall, check: Check, verdict: Verdict, *, is_new: bool) -> None:
         """Report what a check found: a verdict if it is new, a notice of a wait, a dump."""
-        reporter = self.reporter
+        reporter, logs = self.reporter, self._diagnoser.examined.logs
         is_mismatch = self._mismatches.has_reported(verdict)
         if is_new:
             if is_mismatch:
@@ -700,12 +698,8 @@ class Watcher:
                     reporter.save_dump()
                 reporter.send_alert()
                 self._abort("stall", verdict)
-        elif (
-            check.is_early
-            and not is_mismatch
-            and self._stalls.add_notice(check, verdict, reporter.examined.logs)
-        ):
-            reporter.say_for_job(long_wait(verdict, reporter.examined.logs))
+        elif check.is_early and not is_mismatch and self._stalls.add_notice(check, verdict, logs):
+            reporter.say_for_job(long_wait(verdict, logs))
         if check.timeout_s:
             reporter.save_dump(
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"
@@ -751,7 +745,7 @@ class Watcher:
         if was_reported or waited_s < STOPPED_REPORT_S:
             return
         self.reporter.evidence.freeze()
-        verdict = self.reporter.diagnose()
+        verdict = self._diagnoser.diagnose()
         if verdict.is_fault:
             self.reporter.report(verdict)
             self.reporter.save_dump()
@@ -806,7 +800,7 @@ class Watcher:
         Ranks may have disagreed without any effect but wrong results (another reduce op), and
         nobody may have seen how a rank ended.
         """
-        verdict = self.reporter.diagnose()
+        verdict = self._diagnoser.diagnose()
         is_mismatch = verdict.kind.startswith("mismatch")
         is_unseen_death = verdict.kind == "dead" and any(
             member.ended_well is None for member in members

@@ -346,7 +346,7 @@ def test_a_disagreement_ends_the_job_even_if_it_is_not_known_which_rank_is_wrong
     verdict = Verdict(
         kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low", certain=True
     )
-    job.watcher.reporter._make_verdict = lambda logs, **_: verdict
+    job.watcher._diagnoser._make_verdict = lambda logs, **_: verdict
     job.ranks[0].tell("announce")
     eventually(job.ended)
 
@@ -362,7 +362,7 @@ def test_abort_needs_complete_evidence(
     job.watch(abort_on="stall")
     assert job.watcher is not None
     verdict = Verdict(kind="missing", culprits=[1], victims=[0], confidence=confidence)
-    job.watcher.reporter._make_verdict = lambda logs, **_: verdict
+    job.watcher._diagnoser._make_verdict = lambda logs, **_: verdict
     job.ranks[0].tell("announce")
     eventually(lambda: job.heard("the job goes on, although abort_on includes stall"))
     assert job.heard(doubt)
@@ -462,7 +462,7 @@ def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(
     def broken(*_: object, **__: object) -> Verdict:
         raise RuntimeError("no idea")
 
-    job.watcher.reporter._make_verdict = broken
+    job.watcher._diagnoser._make_verdict = broken
     job.ranks[0].tell("announce")
     eventually(job.ended)
     assert "the watcher failed and stops; the job goes on" in caplog.text

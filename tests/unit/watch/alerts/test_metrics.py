@@ -11,6 +11,7 @@ from commlens.config import Settings
 from commlens.model.health import Values
 from commlens.model.verdict import Action, Verdict
 from commlens.watch.alerts.metrics import Metrics
+from commlens.watch.diagnoser import Diagnoser
 from commlens.watch.evidence import Evidence
 from commlens.watch.reporting import Reporter
 from commlens.watch.slowness import Slowness
@@ -21,7 +22,8 @@ pytest.importorskip("prometheus_client")
 
 def metrics(tmp_path: Path, said: list[str], **settings: Any) -> Metrics:
     evidence = Evidence(None, None, None, None, None, launched=True)  # type: ignore[arg-type]  # not asked
-    reporter = Reporter([tmp_path], Settings(**settings), evidence, say=said.append)  # type: ignore[arg-type]
+    diagnoser = Diagnoser(evidence, Settings())
+    reporter = Reporter([tmp_path], Settings(**settings), diagnoser, say=said.append)
     reporter.counts["straggler"] = 2
     return Metrics(Settings(**settings), "train-1", reporter)
 
