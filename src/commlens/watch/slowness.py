@@ -69,6 +69,110 @@ class Line(NamedTuple):
     of_this_node: bool  # the other nodes do not find it by themselves
 
 
+class _Sampler:
+    """Reads the newest records of this node's ranks now and then, and measures their pace since the
+    last time.
+    """
+
+    def __init__(self) -> None:
+        self.newest = NEWEST  # records that are read of each rank
+        self.meter = PaceMeter(time.time_ns())
+        # CLOCK_MONOTONIC ns: until when all ranks had read durations on devices, at the last sample
+        self._timed_ns = 0
+        # False: the last sample waited in vain for them to read, so the next one does not wait
+        self._awaits_reading = True
+        self._sampled_ns = time.monotonic_ns()  # of the last sample
+        self._steps = 0  # completed by all ranks by then
+        self._no_cpu: dict[int, int] = {}  # pid: ns
+
+    def is_time(self, ranks: Sequence[Member], now: float, due: float) -> bool:
+        """Return whether to take a sample that is due since then, and note by which readings. Busy
+        ranks read durations on devices seldom, and soon overwrite those records: the sample waits
+        until all ranks have just read them, for a minute at most.
+        """
+        timed = [member.status.timed_mono_ns for member in ranks if member.status is not None]
+        newest = min(timed, default=0)
+        is_new = newest > self._timed_ns
+        is_fresh = is_new and now - newest * 1e-9 <= _FRESH_S
+        may_wait = (is_new or self._awaits_reading) and now < due + _NO_READING_S
+        if newest and not is_fresh and may_wait:
+            return False
+        self._timed_ns, self._awaits_reading = newest, is_fresh
+        return True
+
+    def measure(self, ranks: Sequence[Member], least: int) -> tuple[list[RankLog], list[Pace]]:
+        """Read the ranks' newest records. Return them, and the pace since the last sample, oldest
+        first; nothing if it is unknown.
+
+        Args:
+            ranks: of this node.
+            least: how many of them there must be.
+        """
+        steps = _progress(ranks)
+        if not self._steps:  # a sample does not span the start of the job
+            self._sampled_ns = time.monotonic_ns()
+        if not self._steps or steps <= self._steps:  # at least one step
+            self._steps = steps
+            return [], []
+        logs, problems = read_logs(list(ranks), {}, newest=self.newest, with_nccl=False)
+        paces = self.meter.measure(logs, least, INTERVAL_S) if not problems else []
+        if any(op.channel.runs_ahead for each in logs for op in each.collectives[-1:]):
+            self.newest = NEWEST_ON_DEVICE
+        no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
+        done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
+        if len(paces) == 1 and not paces[0].by_rounds:
+            paces = [paces[0]._replace(steps=done, step_s=elapsed_ns * 1e-9 / done)]
+        return logs, [
+            pace._replace(
+                no_cpu_s={rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
+            )
+            for pace in paces
+        ]
+
+    def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
+        """Return for how long each rank was ready to run and had no CPU since the last sample, in
+        ns.
+        """
+        found = {}
+        for member in ranks:
+            total = process.cpu_wait_ns(member.pid)
+            before = self._no_cpu.get(member.pid)
+            if total is not None:
+                self._no_cpu[member.pid] = total
+                if before is not None:
+                    found[member.rank] = total - before
+        return found
+
+
+class _CloserLook:
+    """Profiles of a slow rank and of another one, and what is observed of all ranks meanwhile. The
+    watcher's own observer must not see the job before it stalls: it looks for work.
+    """
+
+    def __init__(self, ranks: Sequence[Member], slow: SlowRanks) -> None:
+        box = ranks[0].box
+        classify = box.classifier() if box is not None else lambda _: FrameKind.USER
+        pids = {member.rank: member.pid for member in ranks}
+        others = [rank for rank in pids if rank not in slow.ranks]
+        self._profiles = {
+            rank: InBackground(
+                partial(take_profile, pids[rank], classify, duration_s=profile_seconds(slow.cost)),
+                lambda _: Counter(),  # the verdict comes without it
+            )
+            for rank in (slow.ranks[0], *others[:1])
+        }
+        self.observer = Observer(use_py_spy=False)
+        for member in ranks:
+            self.observer.add(member.pid, member.start_ticks)
+        sample(ranks, self.observer)
+
+    def profiles(self) -> dict[int, Profile] | None:
+        """Return the profiles by rank; None until all are taken."""
+        profiles = {rank: each.wait() for rank, each in self._profiles.items()}
+        taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
+        return taken if len(taken) == len(profiles) else None
+
+
 class Slowness:
     """The pace of the job's ranks on this node.
 
@@ -78,35 +182,22 @@ class Slowness:
 
     def __init__(self, health: HealthOfNode | None = None) -> None:
         self._health = health
-        self._due = 0.0
+        self._sampler = _Sampler()
+        self._due = 0.0  # of the next sample
+        self._meet_at = 0.0  # when to compare the samples with the other nodes' next
+        self.logs: list[RankLog] = []  # of the newest sample
         self._paces: list[Pace] = []
+        self._condensed: list[Sample] = []  # of the paces, for the other nodes
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
-        self._meter = PaceMeter(time.time_ns())
-        self._newest = NEWEST
-        # CLOCK_MONOTONIC ns: until when all ranks had read durations on devices, at the last sample
-        self._timed_ns = 0
-        # False: the last sample waited in vain for them to read, so the next one does not wait
-        self._awaits_reading = True
-        self._sampled_ns = time.monotonic_ns()
-        self._steps = 0  # completed by all ranks by then
-        self._no_cpu: dict[int, int] = {}  # pid: ns
-        # Both only while ranks seem to be slow. The watcher's own observer must not see the job
-        # before it stalls: it looks for work.
-        self._profiles: dict[int, InBackground[Profile]] = {}  # by rank
-        self._observer: Observer | None = None
-        self._meet_at = 0.0
         self._has_other_nodes = False
-        self._condensed: list[Sample] = []
         # on the ranks of all nodes; None: this node judges its own
         self._judgement: Judgement | None = None
-        self._slow: SlowRanks | None = None  # the ranks that this node explained or explains now
         # samples since this node has sent the others enough, and no node has judged
         self._awaited = 0
+        self._slow: SlowRanks | None = None  # the ranks that this node explained or explains now
+        self._look: _CloserLook | None = None  # at these, while they are to be explained
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
-        self.logs: list[RankLog] = []  # of the newest sample
-        self._is_slower = False  # than at first
-        self._has_slower_transfers = False
-        self._has_period = False
+        self._reported: set[str] = set()  # which of "steps", "transfers" and "period" have a line
 
     @property
     def last(self) -> Pace | None:
@@ -123,14 +214,17 @@ class Slowness:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
             here = (member for member in members if member.alive and member.here)
             ranks = [member for member in here if member.box is not None and member.rank >= 0]
-            if self._observer is not None:
+            look = self._look
+            if look is not None:
                 # what that cost is rested before the next sample
-                self._due += self._rest_s(lambda: news.extend(self._explain(ranks))) - INTERVAL_S
-            if now >= self._due and self._may_sample(ranks, now):
+                self._due += (
+                    self._rest_s(lambda: news.extend(self._explain(ranks, look))) - INTERVAL_S
+                )
+            if now >= self._due and self._sampler.is_time(ranks, now, self._due):
                 self._due = now + self._rest_s(lambda: news.extend(self._sample(members, ranks)))
         except Exception as error:  # stalls and deaths are still reported
             self._due = self._meet_at = math.inf
-            self._observer = None
+            self._look = None
             log.warning(
                 "commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error
             )
@@ -163,157 +257,79 @@ class Slowness:
         nodes.update(pace=own, judgement=here)
         self._judgement = here if reporter is None else reporter.judgement
 
-    def _may_sample(self, ranks: Sequence[Member], now: float) -> bool:
-        """Return whether to take a sample that is due, and note by which readings. Busy ranks read
-        durations on devices seldom, and soon overwrite those records: the sample waits until all
-        ranks have just read them, for a minute at most.
-        """
-        timed = [member.status.timed_mono_ns for member in ranks if member.status is not None]
-        newest = min(timed, default=0)
-        is_new = newest > self._timed_ns
-        is_fresh = is_new and now - newest * 1e-9 <= _FRESH_S
-        may_wait = (is_new or self._awaits_reading) and now < self._due + _NO_READING_S
-        if newest and not is_fresh and may_wait:
-            return False
-        self._timed_ns, self._awaits_reading = newest, is_fresh
-        return True
-
     def _sample(self, members: Sequence[Member], ranks: Sequence[Member]) -> list[Verdict | Line]:
+        """Measure the pace since the last sample, and return what it shows."""
         least = 1 if self._has_other_nodes else 2
         if len(ranks) < max(least, sum(member.here for member in members)):
             return []
-        steps = _progress(ranks)
-        # a sample spans at least one step, not the start of the job
-        if not self._steps:
-            self._sampled_ns = time.monotonic_ns()
-        if not self._steps or steps <= self._steps:
-            self._steps = steps
+        logs, paces = self._sampler.measure(ranks, least)
+        if not paces:
             return []
-        paces = self._measure(ranks, steps, least)
-        return self._judge(ranks, paces) if paces else []
-
-    def _judge(self, ranks: Sequence[Member], paces: Sequence[Pace]) -> list[Verdict | Line]:
+        self.logs = logs
         if self._paces and self._paces[-1].waited_s.keys() != paces[-1].waited_s.keys():
             self._paces.clear()
         self._paces = [*self._paces, *paces][-_KEPT:]
         self._condensed = condensed(self._paces)
         news = self._judge_ranks(ranks)
-        news += (line for pace in paces for line in self._judge_steps(pace))
+        for pace in paces:
+            news += self._judge_steps(pace)
         return [*news, *self._judge_transfers(ranks)]
-
-    def _measure(self, ranks: Sequence[Member], steps: int, least: int) -> list[Pace]:
-        """Read the ranks' newest records and return the pace since the last sample, oldest first;
-        nothing if it is unknown.
-        """
-        logs, problems = read_logs(list(ranks), {}, newest=self._newest, with_nccl=False)
-        paces = self._meter.measure(logs, least, INTERVAL_S) if not problems else []
-        if any(op.channel.runs_ahead for each in logs for op in each.collectives[-1:]):
-            self._newest = NEWEST_ON_DEVICE
-        no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
-        done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
-        if not paces:
-            return []
-        self.logs = logs
-        if len(paces) == 1 and not paces[0].by_rounds:
-            paces = [paces[0]._replace(steps=done, step_s=elapsed_ns * 1e-9 / done)]
-        return [
-            pace._replace(
-                no_cpu_s={rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
-            )
-            for pace in paces
-        ]
-
-    def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
-        """Return for how long each rank was ready to run and had no CPU since the last sample, in
-        ns.
-        """
-        found = {}
-        for member in ranks:
-            total = process.cpu_wait_ns(member.pid)
-            before = self._no_cpu.get(member.pid)
-            if total is not None:
-                self._no_cpu[member.pid] = total
-                if before is not None:
-                    found[member.rank] = total - before
-        return found
 
     def _judge_ranks(self, ranks: Sequence[Member]) -> list[Verdict | Line]:
         slow = self._slow = self._slow_ranks({member.rank for member in ranks})
         before = self.verdict
         if slow is None:
-            self._profiles, self._observer, self.verdict = {}, None, None
+            self._look = self.verdict = None
             if before is None:
                 return []
             them = ranks_and_verb(before.culprits, "no longer makes", "no longer make")
             return [Line(f"{them} the job slow.", of_this_node=True)]
-        if self._observer is not None or (before is not None and before.culprits == slow.ranks):
+        if self._look is not None or (before is not None and before.culprits == slow.ranks):
             return []
         return self._look_closer(ranks, slow)
 
-    def _explain(self, ranks: Sequence[Member]) -> list[Verdict | Line]:
-        """Return the verdict on the slow ranks as soon as they are profiled."""
-        slow, observer, logs = self._slow, self._observer, self.logs
-        profiles = {rank: each.wait() for rank, each in self._profiles.items()}
-        taken = {rank: profile for rank, profile in profiles.items() if profile is not None}
+    def _explain(self, ranks: Sequence[Member], look: _CloserLook) -> list[Verdict]:
+        """Return the verdict on the slow ranks as soon as they are profiled, unless the comparison
+        of all nodes no longer finds these.
+        """
+        profiles = look.profiles()
+        if profiles is None:
+            return []
+        self._look = None
+        slow, logs, judged = self._slow, self.logs, self._judgement
         pids = {member.rank: member.pid for member in ranks}
-        if len(taken) < len(profiles):
+        if slow is None or pids.keys() != {each.rank for each in logs}:
             return []
-        self._profiles, self._observer = {}, None
-        if slow is None or observer is None or pids.keys() != {each.rank for each in logs}:
+        if judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks):
             return []
-        if self._are_cleared(slow):
-            return []
-        sample(ranks, observer)
+        sample(ranks, look.observer)
         for each in logs:
-            each.observation = observer.observe(pids[each.rank])
+            each.observation = look.observer.observe(pids[each.rank])
         logs[0].health = self._health.report(ranks) if self._health is not None else None
-        compared = self._judgement.ranks if self._judgement is not None else ()
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
+        compared = judged.ranks if judged is not None else ()
         slow = with_since(slow, self._paces)
-        self.verdict = straggler_verdict(slow, logs, taken, compared=compared)
+        self.verdict = straggler_verdict(slow, logs, profiles, compared=compared)
         return [self.verdict]
-
-    def _are_cleared(self, slow: SlowRanks) -> bool:
-        """Return whether the comparison of all nodes no longer finds these ranks."""
-        judged = self._judgement
-        return judged is not None and (judged.slow is None or judged.slow.ranks != slow.ranks)
 
     def _look_closer(self, ranks: Sequence[Member], slow: SlowRanks) -> list[Verdict | Line]:
         """Tell, once, that ranks make the others wait periodically; if they do not, begin to
         profile one.
         """
         whole = self.logs
-        if self._newest < NEWEST_ON_DEVICE:
+        if self._sampler.newest < NEWEST_ON_DEVICE:
             whole, _ = read_logs(list(ranks), {}, newest=NEWEST_ON_DEVICE)
         pause = find_periodic_waits(slow, whole)
         if pause is None:
-            self._begin_profiles(ranks, slow)
+            self._look = _CloserLook(ranks, slow)
             return []
-        if self._has_period:
+        if "period" in self._reported:
             return []
-        self._has_period = True
+        self._reported.add("period")
         from commlens.reports.step_table import period_words  # not loaded at rest
 
         return [Line(period_words(pause, slow.ranks), of_this_node=True)]
-
-    def _begin_profiles(self, ranks: Sequence[Member], slow: SlowRanks) -> None:
-        """Profile a slow rank and another one, and observe all."""
-        box = ranks[0].box
-        classify = box.classifier() if box is not None else lambda _: FrameKind.USER
-        pids = {member.rank: member.pid for member in ranks}
-        others = [rank for rank in pids if rank not in slow.ranks]
-        self._profiles = {
-            rank: InBackground(
-                partial(take_profile, pids[rank], classify, duration_s=profile_seconds(slow.cost)),
-                lambda _: Counter(),  # the verdict comes without it
-            )
-            for rank in (slow.ranks[0], *others[:1])
-        }
-        self._observer = Observer(use_py_spy=False)
-        for member in ranks:
-            self._observer.add(member.pid, member.start_ticks)
-        sample(ranks, self._observer)
 
     def _slow_ranks(self, here: Collection[int]) -> SlowRanks | None:
         """Return the slow ranks that this node explains, if any.
@@ -337,14 +353,14 @@ class Slowness:
         self._step_times.append(pace.step_s)
         first, last = self._step_times[_SKIPPED:_BASE], self._step_times[-_RECENT:]
         del self._step_times[_BASE + _RECENT : -_RECENT]
-        if self._is_slower or len(self._step_times) < _BASE + _RECENT:
+        if "steps" in self._reported or len(self._step_times) < _BASE + _RECENT:
             return []
         usual, now = median(first), median(last)
         if now < _SLOWER * usual or min(last) < max(
             usual, sorted(first)[-max(1, len(first) // 10)]
         ):
             return []
-        self._is_slower = True
+        self._reported.add("steps")
         times = f"{duration(now * 1e9)} against {duration(usual * 1e9)}"
         return [
             Line(
@@ -356,10 +372,10 @@ class Slowness:
 
     def _judge_transfers(self, ranks: Sequence[Member]) -> list[Line]:
         """Compare how long transfers on devices take with what this job reached before."""
-        found = self._meter.transfers.slower()
-        if self._has_slower_transfers or found is None or found.share < MIN_COST_ON_DEVICE:
+        found = self._sampler.meter.transfers.slower()
+        if "transfers" in self._reported or found is None or found.share < MIN_COST_ON_DEVICE:
             return []
-        self._has_slower_transfers = True
+        self._reported.add("transfers")
         from commlens.reports.step_table import rate_words  # not loaded at rest
         from commlens.speed.bandwidth import reached_rate
 

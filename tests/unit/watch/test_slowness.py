@@ -81,8 +81,10 @@ def test_ranks_that_the_other_nodes_clear_meanwhile_are_not_reported(judged: str
     slow = found(logs)
     now: dict[str, SlowRanks | None] = {"the same": slow, "others": slow._replace(ranks=[3])}
     slowness = Slowness()
-    slowness.logs, slowness._slow, slowness._observer = logs[2:3], slow, Observer(use_py_spy=False)
-    slowness._observer.add(os.getpid(), 0)
+    observer = Observer(use_py_spy=False)
+    observer.add(os.getpid(), 0)
+    look = SimpleNamespace(observer=observer, profiles=dict)
+    slowness.logs, slowness._slow, slowness._look = logs[2:3], slow, cast(Any, look)
     reporter = SimpleNamespace(judgement=Judgement(now.get(judged), [0, 1, 2, 3]))
     nodes = SimpleNamespace(
         others=[SimpleNamespace(world_size=4)], reporter=reporter, update=lambda **_: None
