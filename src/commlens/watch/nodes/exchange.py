@@ -20,11 +20,12 @@ what the thread read last, and changes this node's beat, which the thread stores
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -199,24 +200,17 @@ class Nodes(Gathering):
         """
         slot = -1  # none drawn yet
         me = threading.current_thread()  # leave() may give up on it, and begin() start another one
-        silent_since = time.monotonic()
-        retry_s = BUSY_PERIOD_S
+        silent_since, retry_s = time.monotonic(), BUSY_PERIOD_S
         while self._thread is me and not self._closing.is_set():
             place = self._contact.places[0]
-            client: Client | None = None
             try:
-                client = place.open(self._keep_waiting)
-                if slot < 0:
-                    slot = client.add(key("nodes"), 1) % QUESTION - 1
-                    self.update(slot=slot, serves_store=place.ends_with_this_node())
-                while self._thread is me:
-                    last = self._closing.is_set()
-                    self._exchange(client, slot)
-                    silent_since, retry_s = time.monotonic(), BUSY_PERIOD_S
-                    if last:
-                        self._end(client)
-                        return
-                    self._rest(client, slot)
+                with contextlib.closing(place.open(self._keep_waiting)) as client:
+                    if slot < 0:
+                        slot = client.add(key("nodes"), 1) % QUESTION - 1
+                        self.update(slot=slot, serves_store=place.ends_with_this_node())
+                    for _ in self._exchanges(client, slot):
+                        silent_since, retry_s = time.monotonic(), BUSY_PERIOD_S
+                return  # this node has left
             except OSError as error:
                 log.debug("commlens: %s: %s", place, error)
                 self._note_error(error)
@@ -227,9 +221,6 @@ class Nodes(Gathering):
                     error,
                 )
                 return
-            finally:
-                if client is not None:
-                    client.close()
             if not self._contact.has_joined:
                 silent_since = time.monotonic()  # rank 0 may not serve the store yet
             if len(self._contact.places) > 1 and time.monotonic() - silent_since > MOVE_ON_S:
@@ -238,6 +229,19 @@ class Nodes(Gathering):
             # a random time, so that not all nodes connect at once
             self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, _RETRY_MAX_S)
+
+    def _exchanges(self, client: Client, slot: int) -> Iterator[None]:
+        """Exchange values through one connection, again and again, until :meth:`leave`. Yields
+        after each exchange, before the rest.
+        """
+        while self._thread is threading.current_thread():
+            is_last = self._closing.is_set()
+            self._exchange(client, slot)
+            yield
+            if is_last:
+                self._end(client)
+                return
+            self._rest(client, slot)
 
     def _keep_waiting(self, waited_s: float) -> bool:
         """Return whether to wait on for a store that does not answer: it is busy, and another
