@@ -334,7 +334,7 @@ class StallDetector:
         check: Check,
         verdict: Verdict | None,
         logs: Sequence[RankLog],
-        others: PoseKeys = NO_POSES,
+        poses: PoseKeys = NO_POSES,
         *,
         rest_s: float = 0.0,
     ) -> bool:
@@ -345,14 +345,14 @@ class StallDetector:
             check: that was made.
             verdict: of the check; None if it found nothing that holds for all ranks.
             logs: of all ranks, or of a few of many, from which it was made.
-            others: the poses of the ranks without a log.
+            poses: of the ranks without a log.
             rest_s: until the next check at least.
         """
         stall = self.stall
         assert stall is not None
         stall.early_looks += 1
-        stall.standstill.look(logs if verdict is not None else [], check.now, others)
-        is_certain = verdict is not None and cannot_go_on(verdict, logs, others)
+        stall.standstill.look(logs if verdict is not None else [], check.now, poses)
+        is_certain = verdict is not None and cannot_go_on(verdict, logs, poses)
         is_proven = is_certain and stall.standstill.is_proven
         if verdict is not None and is_proven and identity_of(verdict) not in stall.reported:
             self._note_reported(stall, check, verdict)
@@ -395,7 +395,7 @@ class StallDetector:
         if may_go_on(verdict, logs) or (late and stayed_ns(late) < STAYED_S * 1e9):
             return False
         stall.is_mentioned = True
-        self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
+        self._note_mentioned(check, verdict)
         return True
 
     def add_verdict(self, check: Check, verdict: Verdict) -> bool:
@@ -406,7 +406,7 @@ class StallDetector:
         assert stall is not None
         key, oldest_s = identity_of(verdict), check.age_s
         check = _shortened(check, verdict)
-        until_patience_s = max(0.02, check.patience_s - check.age_s)
+        left_s = max(0.02, check.patience_s - check.age_s)  # until the stall timeout
         is_bearable_wait = verdict.kind == "waiting" and (
             check.may_still_end or self._is_known_wait(check, verdict)
         )
@@ -414,18 +414,21 @@ class StallDetector:
         if verdict.kind in NOTHING_FOUND or key in stall.reported or is_bearable_wait or is_late:
             self._add_nothing(stall, check, key)
             if is_late:
-                stall.next_check = min(stall.next_check, check.now + until_patience_s)
+                stall.next_check = min(stall.next_check, check.now + left_s)
             return False
-        if not check.timeout_s and (key != stall.pending or check.is_too_soon):
-            stall.pending = key
-            pauses_s = [CONFIRM_S, until_patience_s if check.is_too_soon else CONFIRM_S]
-            pause_s = max(pauses_s) if check.age_s < oldest_s else min(pauses_s)
-            stall.next_check = check.now + pause_s
-            return False
-        if verdict.kind == "waiting":
-            self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
-        self._note_reported(stall, check, verdict)
-        return True
+        is_confirmed = key == stall.pending and not check.is_too_soon
+        if is_confirmed or check.timeout_s:
+            if verdict.kind == "waiting":
+                self._note_mentioned(check, verdict)
+            self._note_reported(stall, check, verdict)
+            return True
+        stall.pending = key
+        pause_s = CONFIRM_S
+        if check.is_too_soon:
+            # on a younger wait than the oldest, the stall timeout may be far away
+            pause_s = min(CONFIRM_S, left_s) if check.age_s >= oldest_s else max(CONFIRM_S, left_s)
+        stall.next_check = check.now + pause_s
+        return False
 
     def _add_nothing(self, stall: Stall, check: Check, key: tuple[object, ...]) -> None:
         """Note a check whose verdict is not reported, and when to look again."""
@@ -445,6 +448,9 @@ class StallDetector:
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
         self._finished_due = math.inf
+
+    def _note_mentioned(self, check: Check, verdict: Verdict) -> None:
+        self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
         """Return whether a wait for these ranks, for the same reason, already has a notice that
