@@ -124,7 +124,6 @@ class MismatchReporter:
         # when disagreements between nodes were first seen whose records are not final
         self._unsettled_since: dict[Key, float] = {}
         self._out_of_step = OutOfStepCheck()
-        self._counted: set[tuple[ChannelKey, str]] = set()  # named in a line at the end
 
     def pause_s(self, now: float) -> float:
         """Return how long until the next poll."""
@@ -146,17 +145,24 @@ class MismatchReporter:
         if not waiting:
             return []
         ended = [member for member in self._roster.current() if not member.alive]
-        # once a rank has ended, the others may never come
+        # all ranks here have come to the collective, or might have; once a rank has ended, the
+        # others may never come
         seen_until = now if ended else now - OTHER_RANKS_WITHIN_S
-        complete = _complete(waiting, seen_until)
-        verdicts: list[tuple[Verdict, bool]] = []
+        complete = [
+            each
+            for each in waiting
+            if each.answer is not None and (each.passed >= 0 or each.seen_at <= seen_until)
+        ]
+        verdicts: list[Verdict] = []
         if complete:
             verification.discrepancies = [each for each in waiting if each not in complete]
             died = any(member.ended_well is not True for member in ended)
             # after a death, no record becomes final any more
-            found = self._examine(complete, math.inf if died else now)
-            verdicts = [(verdict, True) for verdict in found]
-        return verdicts + [(verdict, False) for verdict in self._examine_shifts(now)]
+            verdicts = self._examine(complete, math.inf if died else now)
+        return [
+            *((verdict, True) for verdict in verdicts),
+            *((verdict, False) for verdict in self._examine_shifts(now)),
+        ]
 
     def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
         """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll`
@@ -173,7 +179,7 @@ class MismatchReporter:
                 self.held += [HeldVerdict(now + REPORTER_S, *each) for each in verdicts]
             verdicts = []
         elif nodes.others and (nodes.take_disagreement(now) or self._unsettled_since):
-            verdicts += [(verdict, True) for verdict in self._examine([], now)]
+            verdicts += [(verdict, True) for verdict in self._examine_all_nodes(now)]
         verdicts += [(each.verdict, each.may_abort) for each in self.held if now >= each.until]
         self.held = [each for each in self.held if now < each.until]
         return verdicts
@@ -208,13 +214,14 @@ class MismatchReporter:
         compared.
         """
         lines = []
+        counted: set[tuple[ChannelKey, str]] = set()
         for (kind, culprits, _, _), (where, discrepancy) in self._reported.items():
             if discrepancy is None:
                 continue
             key = (discrepancy.channel.key, discrepancy.aspect)
             times = self.verification.times(discrepancy)
-            if times > 1 and key not in self._counted:
-                self._counted.add(key)
+            if times > 1 and key not in counted:
+                counted.add(key)
                 ranks = ranks_phrase(culprits) if culprits else "ranks"
                 lines.append(
                     f"{ranks} disagreed ({kind}, first in {where}) {count(times, 'time')} in all."
@@ -228,54 +235,49 @@ class MismatchReporter:
 
     # --- disagreements
 
-    def _examine(self, about: list[Discrepancy], now: float) -> list[Verdict]:
-        """Return a verdict for each new disagreement in the ranks' records. One whose records are
-        not final is looked at again in the next poll.
-
-        Args:
-            about: discrepancies of this node; empty: ranks of different nodes seem to disagree.
-            now: CLOCK_MONOTONIC, seconds.
+    def _examine(self, complete: list[Discrepancy], now: float) -> list[Verdict]:
+        """Return a verdict for each new disagreement in the ranks' records that is one of these
+        discrepancies. If its records are not final, the next poll examines all of them again.
         """
-        logs, found = self._find_disagreements(here=bool(about))
-        former = self._unsettled_since
-        if not about:
-            self._unsettled_since = {}
+        if len(self._reported) >= REPORTS_MAX or self._examined >= EXAMINED_MAX:
+            return []
+        self._examined += 1
+        logs = self._read(NEWEST_RECORDS)
+        found = live.find_disagreements(logs)
+        if not found or any(finding.confidence != "high" for finding, _ in found):
+            logs = self._read(None)  # a longer history may show which rank is the odd one
+            found = live.find_disagreements(logs)
         verdicts: list[Verdict] = []
-        for finding, settled in found:
-            key = _key(finding)
-            discrepancy = next((each for each in about if _is_about(finding, each)), None)
-            if (about and discrepancy is None) or self._is_reported(key):
+        for finding, is_settled in found:
+            discrepancy = next((each for each in complete if _is_about(finding, each)), None)
+            if discrepancy is None or self._is_reported(_key(finding)):
                 continue
-            since = discrepancy.seen_at if discrepancy is not None else former.get(key, now)
-            if not settled and now - since < SETTLES_WITHIN_S:
-                if about:  # the next poll examines them again
-                    self._examined -= 1
-                    self.verification.discrepancies += about
-                else:
-                    self._unsettled_since[key] = since
+            if not is_settled and now - discrepancy.seen_at < SETTLES_WITHIN_S:
+                self._examined -= 1
+                self.verification.discrepancies += complete
                 break  # the later ones may follow from it
             verdicts += self._add(finding, discrepancy, logs)
-        for lost in () if found else filter(partial(_is_overwritten, logs), about):
+        for lost in () if found else filter(partial(_is_overwritten, logs), complete):
             verdicts += self._add(_finding_without_records(lost), lost, logs)
         return verdicts
 
-    def _find_disagreements(
-        self, *, here: bool
-    ) -> tuple[Sequence[RankLog], list[live.Disagreement]]:
-        """Read the records, and return them with the disagreements in them; nothing after too many
-        reports. Of those that were seen here, the newest records may be enough to find the odd
-        rank.
+    def _examine_all_nodes(self, now: float) -> list[Verdict]:
+        """Return a verdict for each new disagreement in the records of all nodes' ranks. One whose
+        records are not final is looked at again in the next poll.
         """
-        if len(self._reported) >= REPORTS_MAX or (here and self._examined >= EXAMINED_MAX):
-            return [], []
-        if here:
-            self._examined += 1
-            logs = self._read(NEWEST_RECORDS)
-            found = live.find_disagreements(logs)
-            if found and all(finding.confidence == "high" for finding, _ in found):
-                return logs, found
-        logs = self._read(None)  # a longer history may show which rank is the odd one
-        return logs, live.find_disagreements(logs)
+        former, self._unsettled_since = self._unsettled_since, {}
+        if len(self._reported) >= REPORTS_MAX:
+            return []
+        logs = self._read(None)
+        verdicts: list[Verdict] = []
+        for finding, is_settled in live.find_disagreements(logs):
+            key = _key(finding)
+            since = former.get(key, now)
+            if not is_settled and now - since < SETTLES_WITHIN_S and not self._is_reported(key):
+                self._unsettled_since[key] = since
+                break  # the later ones may follow from it
+            verdicts += self._add(finding, None, logs)
+        return verdicts
 
     def _add(
         self, finding: Finding, discrepancy: Discrepancy | None, logs: Sequence[RankLog]
@@ -336,15 +338,6 @@ class MismatchReporter:
             )
             verdicts += self._add(finding, shifts[0], logs)
         return verdicts
-
-
-def _complete(found: Sequence[Discrepancy], seen_until: float) -> list[Discrepancy]:
-    """Return the disagreements that all ranks here have reached, or seen by ``seen_until``."""
-    return [
-        each
-        for each in found
-        if each.answer is not None and (each.passed >= 0 or each.seen_at <= seen_until)
-    ]
 
 
 def _key(finding: Finding) -> Key:
