@@ -217,15 +217,13 @@ class DeathDetector:
         if self._due is None or now < self._due:
             return False
         size = max((member.local_size for member in members), default=0)
-        if (
+        are_some_unseen = (
             self.first is not None
             and was_stopped(self.first)
             and len(members) < size
             and now < self._first_at + UNSEEN_S
-        ):
-            self._due = now + SETTLE_S
-            return False
-        if self._kills_in_turn and now < self._first_at + KILLS_S and ending():
+        )
+        if are_some_unseen or (self._kills_in_turn and now < self._first_at + KILLS_S and ending()):
             self._due = now + SETTLE_S
             return False
         self._due = None

@@ -212,8 +212,11 @@ class Slowness:
         try:
             if now >= self._meet_at:
                 self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
-            here = (member for member in members if member.alive and member.here)
-            ranks = [member for member in here if member.box is not None and member.rank >= 0]
+            ranks = [
+                member
+                for member in members
+                if member.alive and member.here and member.box is not None and member.rank >= 0
+            ]
             look = self._look
             if look is not None:
                 # what that cost is rested before the next sample
