@@ -127,8 +127,9 @@ class Evidence:
         """
         slots = nodes_to_ask(verdict, self.nodes.others, before.first_rank)
         if slots:
-            more = remote_evidence.more_records_of_each
-            return self._with_logs_here(self._ask_nodes(more, slots, before.nodes))
+            return self._with_logs_here(
+                self._ask_nodes(remote_evidence.more_records_of_each, slots, before.nodes)
+            )
         return self._with_logs_here(self._ask_nodes(remote_evidence.records_of_each))
 
     def collect_few(self) -> Collected | None:
@@ -156,8 +157,9 @@ class Evidence:
 
     def _ask_all_nodes(self) -> Collected:
         are_many = self.nodes.reporter is None and len(self.nodes.others) > MANY_NODES
-        first, all_allowed = remote_evidence.first_records_of_each, remote_evidence.records_of_each
-        found = self._ask_nodes(first if are_many else all_allowed)
+        found = self._ask_nodes(
+            remote_evidence.first_records_of_each if are_many else remote_evidence.records_of_each
+        )
         found.lacks_records = are_many
         return found
 

@@ -118,25 +118,23 @@ class FormerAttempts:
         server with the dumps of earlier attempts may not answer.
         """
         try:
-            self._compare(verdict)
+            from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
+
+            before = list(self._former)
+            if self._dump_dir and verdict.is_fault:
+                for content, lasted_ns in save.earlier_verdicts(
+                    Path(self._dump_dir), self._folders, self._job_began_ns
+                ):
+                    with contextlib.suppress(Exception):  # another version's, or damaged
+                        attempt = msgspec.json.decode(content, type=Attempt)
+                        attempt.is_short = lasted_ns < SHORT_NS
+                        before.append(attempt)
+            if time.time_ns() - self._began_ns >= SHORT_NS:
+                before = [msgspec.structs.replace(each, is_short=False) for each in before]
+            verdict.action = verdict.action or action_of(verdict)
+            verdict.action = with_attempts(verdict, before)
         except Exception as error:  # the verdict was printed
             log.debug("commlens: no action was decided: %s: %s", type(error).__name__, error)
-
-    def _compare(self, verdict: Verdict) -> None:
-        from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts
-
-        before = list(self._former)
-        if self._dump_dir and verdict.is_fault:
-            root, began_ns = Path(self._dump_dir), self._job_began_ns
-            for content, lasted_ns in save.earlier_verdicts(root, self._folders, began_ns):
-                with contextlib.suppress(Exception):  # another version's, or damaged
-                    attempt = msgspec.json.decode(content, type=Attempt)
-                    attempt.is_short = lasted_ns < SHORT_NS
-                    before.append(attempt)
-        if time.time_ns() - self._began_ns >= SHORT_NS:
-            before = [msgspec.structs.replace(each, is_short=False) for each in before]
-        verdict.action = verdict.action or action_of(verdict)
-        verdict.action = with_attempts(verdict, before)
 
 
 class Reporter:
@@ -344,10 +342,9 @@ class Reporter:
         self.dump = saved
         page = self._save_page(saved)
         how = f"open {page}" if page is not None else f"read it with `commlens diagnose {saved}`"
-        if reason:
-            self.say(f"{reason}; dump saved in {saved}; {how}")
-        elif is_new:
-            self.say(f"dump saved in {saved}; {how}")
+        if reason or is_new:
+            why = f"{reason}; " if reason else ""
+            self.say(f"{why}dump saved in {saved}; {how}")
 
     def _save_page(self, folder: Path) -> Path | None:
         """Save the last verdict as JSON and as a page, beside the dump that it was made of."""

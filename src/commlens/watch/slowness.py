@@ -186,7 +186,7 @@ class Slowness:
         self._due = 0.0  # of the next sample
         self._meet_at = 0.0  # when to compare the samples with the other nodes' next
         self.logs: list[RankLog] = []  # of the newest sample
-        self._paces: list[Pace] = []
+        self.paces: list[Pace] = []  # of the newest samples, in order
         self._condensed: list[Sample] = []  # of the paces, for the other nodes
         self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
         self._has_other_nodes = False
@@ -198,11 +198,6 @@ class Slowness:
         self._look: _CloserLook | None = None  # at these, while they are to be explained
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self._reported: set[str] = set()  # which of "steps", "transfers" and "period" have a line
-
-    @property
-    def last(self) -> Pace | None:
-        """The newest sample."""
-        return self._paces[-1] if self._paces else None
 
     def poll(self, members: Sequence[Member], nodes: Nodes, now: float) -> list[Verdict | Line]:
         """Take a sample if it is time, and compare it with the other nodes'. Returns the news: a
@@ -269,10 +264,10 @@ class Slowness:
         if not paces:
             return []
         self.logs = logs
-        if self._paces and self._paces[-1].waited_s.keys() != paces[-1].waited_s.keys():
-            self._paces.clear()
-        self._paces = [*self._paces, *paces][-_KEPT:]
-        self._condensed = condensed(self._paces)
+        if self.paces and self.paces[-1].waited_s.keys() != paces[-1].waited_s.keys():
+            self.paces.clear()
+        self.paces = [*self.paces, *paces][-_KEPT:]
+        self._condensed = condensed(self.paces)
         news = self._judge_ranks(ranks)
         for pace in paces:
             news += self._judge_steps(pace)
@@ -312,7 +307,7 @@ class Slowness:
         from commlens.diagnosis.examine import straggler_verdict  # not loaded at rest
 
         compared = judged.ranks if judged is not None else ()
-        slow = with_since(slow, self._paces)
+        slow = with_since(slow, self.paces)
         self.verdict = straggler_verdict(slow, logs, profiles, compared=compared)
         return [self.verdict]
 
@@ -340,7 +335,7 @@ class Slowness:
         Args:
             here: the ranks of this node, which explains slow ranks if the first of them is its own.
         """
-        newest = recent(self._paces)
+        newest = recent(self.paces)
         if self._judgement is None:
             self._awaited += bool(self._condensed) and self._has_other_nodes
             if 0 < self._awaited <= _AWAITED:

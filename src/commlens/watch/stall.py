@@ -395,7 +395,7 @@ class StallDetector:
         if may_go_on(verdict, logs) or (late and stayed_ns(late) < STAYED_S * 1e9):
             return False
         stall.is_mentioned = True
-        self._note_mentioned(check, verdict)
+        self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
         return True
 
     def add_verdict(self, check: Check, verdict: Verdict) -> bool:
@@ -419,7 +419,7 @@ class StallDetector:
         is_confirmed = key == stall.pending and not check.is_too_soon
         if is_confirmed or check.timeout_s:
             if verdict.kind == "waiting":
-                self._note_mentioned(check, verdict)
+                self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
             self._note_reported(stall, check, verdict)
             return True
         stall.pending = key
@@ -448,9 +448,6 @@ class StallDetector:
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
         self._finished_due = math.inf
-
-    def _note_mentioned(self, check: Check, verdict: Verdict) -> None:
-        self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
 
     def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
         """Return whether a wait for these ranks, for the same reason, already has a notice that

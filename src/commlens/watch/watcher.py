@@ -669,9 +669,8 @@ class Watcher:
         logs, poses = diagnoser.examined.logs, diagnoser.examined.poses
         if check.timeout_s and not waits_recorded(logs, check.timeout_s):
             return
-        rest_s = others / LOOKED_AT_PER_S
         is_new = (
-            self._stalls.add_early(check, verdict, logs, poses, rest_s=rest_s)
+            self._stalls.add_early(check, verdict, logs, poses, rest_s=others / LOOKED_AT_PER_S)
             if check.is_early
             else verdict is not None and self._stalls.add_verdict(check, verdict)
         )
@@ -783,16 +782,15 @@ class Watcher:
                 else process.ProcessEnding(signal=signal_name(-exit_code))
             )
             member = self._roster.find(pid, 0)
-            if member is not None:
-                if member.ending == process.ProcessEnding():
-                    member.ending = ending
-                continue
-            member = self._roster.add_ended_worker(
-                RankProcess(rank, pid, 0, restart=restart), ending
-            )
-            self._observer.add(pid, 0)
-            self._observer.ended(pid, ending)
-            self._deaths.first = self._deaths.first or member
+            if member is None:
+                member = self._roster.add_ended_worker(
+                    RankProcess(rank, pid, 0, restart=restart), ending
+                )
+                self._observer.add(pid, 0)
+                self._observer.ended(pid, ending)
+                self._deaths.first = self._deaths.first or member
+            elif member.ending == process.ProcessEnding():
+                member.ending = ending
 
     def _diagnose_after_end(self, members: list[Member]) -> None:
         """Diagnose a job after its end.

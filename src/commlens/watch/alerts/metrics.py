@@ -105,7 +105,7 @@ class Metrics:
         hardware_now: Mapping[str, Values],
     ) -> tuple[Metric, ...]:
         """Return each metric with its values."""
-        pace = slowness.last
+        pace = slowness.paces[-1] if slowness.paces else None
         slow = slowness.verdict.culprits if slowness.verdict is not None else []
         status = {
             member.rank: member.status

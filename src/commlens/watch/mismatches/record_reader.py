@@ -213,8 +213,9 @@ class RecordReader:
         if channel is None or len(channel.group.ranks) <= 1:
             return None
         if channel.key not in self._by_key:
-            progress = self._comparison.channel(channel, era=0)
-            self._by_key[channel.key] = _RankChannel(channel, progress)
+            self._by_key[channel.key] = _RankChannel(
+                channel, self._comparison.channel(channel, era=0)
+            )
         return self._by_key[channel.key]
 
     def _note_first(self, channel: _RankChannel, index: int) -> None:
