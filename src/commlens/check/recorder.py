@@ -215,8 +215,6 @@ class SequenceRecorder(tap.WaitSubscriber):
         if group.hand_made is not None:
             self.notes.note_unseen("group", count(group.size, "rank"))
             return None
-        if is_capturing():
-            self.notes.note_unseen("graph")
         args = self._args.find(spec, arguments, group)
         thread = threading.get_native_id()
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
@@ -301,6 +299,8 @@ class SequenceRecorder(tap.WaitSubscriber):
             coalescing: id of the coalesced group or batch that it is in; 0: of none.
             members: ops in the coalesced group that this op closes.
         """
+        if is_capturing():
+            self.notes.note_unseen("graph")
         index = self._indices()
         stack = self.notes.stack()
         op = Collective(

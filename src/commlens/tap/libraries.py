@@ -172,7 +172,7 @@ class _Finder:
 
 def _applying_after(spec: Any) -> None:
     if spec.loader is None:
-        return  # a folder without __init__.py, on Python 3.10
+        return  # a folder without __init__.py
     execute = spec.loader.exec_module
 
     def exec_module(module: Any) -> None:

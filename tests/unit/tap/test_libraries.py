@@ -118,7 +118,7 @@ def test_calls_are_counted_before_they_are_recorded(place: Path) -> None:
 def test_a_folder_without_code_is_no_library(
     place: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Python 3.10, its spec has no loader."""
+    """The spec of a folder without __init__.py has no loader."""
     monkeypatch.setattr(libraries, "_failed", False)
     found = ModuleSpec("some_library", None, is_package=True)
     finder = SimpleNamespace(find_spec=lambda name, *_: found if name == found.name else None)
