@@ -137,13 +137,17 @@ class ModulePaths:
             if path not in paths:
                 paths.append(path)
 
-    def _below(self, module: Module, path: str) -> Iterator[tuple[str, Module]]:
-        """Yield a module and all inside it under all paths without wrappers."""
+    def _below(
+        self, module: Module, path: str, above: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[str, Module]]:
+        """Yield a module and all inside it under all paths without wrappers. A module that is also
+        inside itself, under ids in ``above``, is not entered again.
+        """
         yield path, module
-        wrapped = self._wrapped(module)
+        wrapped, above = self._wrapped(module), above | {id(module)}
         for name, child in module._modules.items():
-            if child is not None:
-                yield from self._below(child, path if child is wrapped else f"{path}.{name}")
+            if child is not None and id(child) not in above:
+                yield from self._below(child, path if child is wrapped else f"{path}.{name}", above)
 
 
 def _shared_parts(path: str, other: str) -> int:

@@ -59,3 +59,13 @@ def test_a_parameter_that_is_replaced_is_found_again() -> None:
     assert paths.parameter_path(net.first[0].weight) == "Net.first.0.weight"
     assert paths.parameter_path(weight) is None
     assert paths.parameter_path(torch.ones(1)) is None
+
+
+def test_a_module_inside_itself_has_each_path_once() -> None:
+    net, paths = Net(), ModulePaths()
+    net.first.owner = net
+    net.second[0].owner = net.second
+    root = paths.row_of(net, None)
+    assert paths.paths_of(net) == ["Net"] and paths.paths_of(net.second) == ["Net.second"]
+    assert paths.row_of(net.first[0], root).path == "Net.first.0"
+    assert paths.parameter_path(net.second[0].weight) == "Net.second.0.weight"
