@@ -8,6 +8,7 @@ three events: those of steps 0 and 1, and one that counts 3, of steps 2 to 4.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class EventLog:
         self.summaries: dict[Any, _Summary] = {}  # by all that the events have alike
         self._whole_until = whole_until
         self._summarise_at = _SUMMARISE_AT
+        self._summarising = threading.Lock()
         self._sequence = itertools.count(1).__next__
 
     @property
@@ -70,18 +72,24 @@ class EventLog:
             steps: number of completed steps.
             setup_until: the last event of the setup, whose events have summaries of their own.
         """
-        kept: list[RawEvent] = []
-        newest_at = len(self.events) - _SUMMARISE_AT // 2
-        events, self.events = self.events, kept
-        for position, event in enumerate(events):
-            is_later_step = self._whole_until <= event.step < steps
-            is_excess = event.sequence > WHOLE_EVENTS and position < newest_at
-            if is_later_step or is_excess:
-                self._summarise(event, in_setup=event.sequence <= setup_until)
-            else:
-                kept.append(event)
-        # not again for each event, where the whole steps alone have so many
-        self._summarise_at = max(_SUMMARISE_AT, len(kept) + _SUMMARISE_AT // 2)
+        if not self._summarising.acquire(blocking=False):
+            return  # another thread does it
+        try:
+            events = self.events.copy()
+            kept = []
+            for position, event in enumerate(events):
+                is_later_step = self._whole_until <= event.step < steps
+                is_old = position < len(events) - _SUMMARISE_AT // 2
+                if is_later_step or (is_old and event.sequence > WHOLE_EVENTS):
+                    self._summarise(event, in_setup=event.sequence <= setup_until)
+                else:
+                    kept.append(event)
+            # at once, before what other threads have added meanwhile
+            self.events[: len(events)] = kept
+            # not again for each event, where the whole steps alone have so many
+            self._summarise_at = max(_SUMMARISE_AT, len(kept) + _SUMMARISE_AT // 2)
+        finally:
+            self._summarising.release()
 
     def _summarise(self, event: RawEvent, *, in_setup: bool) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)

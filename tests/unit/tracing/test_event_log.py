@@ -54,3 +54,27 @@ def test_without_steps_all_but_the_first_and_the_newest_events_are_summarised(
     assert len(log.events) < 130 and log.last == 1_000
     (summary,) = log.summaries.values()
     assert summary.count + len(log.events) == 1_000
+
+
+def test_an_event_of_another_thread_is_kept_and_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread issues one, and summarises, too, while this one ends doing so."""
+    log = EventLog(whole_until=0)
+    for _ in range(3):
+        issue(log, 0)
+    count_one = EventLog._summarise
+    append = log.events.append
+
+    def interrupted(log: EventLog, event: RawEvent, *, in_setup: bool) -> None:
+        count_one(log, event, in_setup=in_setup)
+        if event.sequence == 3:
+            late: Any = RawEvent()
+            late.step, late.sequence = 1, 4
+            append(late)  # of the list that it saw
+            log.summarise(1, setup_until=0)
+
+    monkeypatch.setattr(EventLog, "_summarise", interrupted)
+    log.summarise(1, setup_until=0)
+    assert [event.sequence for event in log.events] == [4]
+    assert [summary.count for summary in log.summaries.values()] == [3]
