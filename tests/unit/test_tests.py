@@ -62,8 +62,6 @@ NOT_YET = {
         scenarios/lab
     """,
     "integration/test_trace_attribution.py": """
-        tracing/attribution/causes
-        tracing/attribution/module_calls
         tracing/attribution/op_names tracing/attribution/owners
          tracing/attribution/pipelines
         tracing/attribution/recomputations tracing/attribution/stacks

@@ -96,14 +96,20 @@ class CallTable:
 
     def close(self, number: int | None = None) -> None:
         """Stop following running calls: nodes from ``number`` on are not attributed to them."""
-        for call in self.calls:
+        calls = self.calls.copy()  # another thread may drop some meanwhile
+        for call in calls:
             if call.end is None:
-                call.end = self.calls[-1].start if number is None else number
+                call.end = calls[-1].start if number is None else number
 
     def find(self, number: int) -> ModuleCall | None:
         """Return the innermost call that covers a node's number."""
-        at = bisect.bisect_right(self.calls, number, key=_start_of) - 1
-        call = self.calls[at] if at >= 0 else None
+        at = bisect.bisect_right(self.calls, number, key=_start_of)
+        if not at:
+            return None
+        found = self.calls[at - 1 : at]
+        if not found or found[0].start > number:
+            return self.find(number)  # another thread has dropped calls meanwhile
+        call: ModuleCall | None = found[0]
         while call is not None and call.end is not None and call.end <= number:
             # A recomputed call's parent ran before, perhaps on a thread with other numbers.
             outer = call.parent

@@ -163,8 +163,8 @@ class ModuleTracker:
                 return  # the tracker was removed while the call ran
             del stack[stack.index(call) :]
             call.end = next_number()
-            if call.end == call.start and table.calls and table.calls[-1] is call:
-                table.calls.pop()  # no node was made: inference
+            if call.end == call.start and table.calls[-1:] == [call]:
+                del table.calls[-1:]  # no node was made: inference
             for listener in self.on_leave:
                 listener(call)
         except Exception as error:
