@@ -19,7 +19,6 @@ from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
 if TYPE_CHECKING:
     from commlens.diagnosis.examine import ExaminedJob
-    from commlens.dumps.sources import Paths
     from commlens.model.health import NodeHealth
     from commlens.model.ranklog import RankLog
     from commlens.model.topology import Inventory
@@ -43,10 +42,7 @@ class DiagnoseCommand:
             "paths",
             nargs="+",
             metavar="PATH",
-            help=(
-                "dumps: files, folders, archives or URLs, in any order; - reads a list of paths"
-                " from standard input"
-            ),
+            help="dumps: files, folders, archives or URLs, in any order",
         )
         add_json(parser)
         add_html(parser, "which needs no network")
@@ -121,14 +117,12 @@ class DiagnoseCommand:
                 " all evidence."
             )
         from commlens.diagnosis.api import examine_paths
-        from commlens.dumps.sources import name_paths
 
-        paths = name_paths(arguments.paths)
         inventory = _read_inventory(arguments.health)
         health = _read_health(arguments.health, inventory) if arguments.health is not None else []
         with ProgressBar("reading dumps") as seen:
             examined = examine_paths(
-                paths,
+                arguments.paths,
                 stalled_after_s=arguments.stalled_after,
                 prefix=arguments.prefix,
                 seen=seen,
@@ -140,7 +134,7 @@ class DiagnoseCommand:
         if arguments.slow:
             _print_pace(examined, arguments.since)
         if side_by_side:
-            _print_entries(arguments, paths, examined)
+            _print_entries(arguments, examined)
         if arguments.html is not None:
             write_page(arguments.html, examined)
         return exit_status(verdict)
@@ -242,7 +236,7 @@ def _print_pace(examined: ExaminedJob, since: int | time | datetime | None) -> N
         print(rate_words(reached))
 
 
-def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:
+def _print_entries(arguments: argparse.Namespace, examined: ExaminedJob) -> None:
     from commlens.diagnosis.views.entries import (
         lay_out,
         lay_out_groups,
@@ -256,14 +250,17 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
     rows = arguments.entries or rows
     fault = select_entries(examined.verdict, arguments.ranks)
     if not arguments.group:
-        (entries,) = read_entries(examined.job, paths, [fault], prefix=arguments.prefix)
+        (entries,) = read_entries(examined.job, arguments.paths, [fault], prefix=arguments.prefix)
         print()
         print_entries(lay_out(entries, fault, rows=rows, columns=columns), stacks=arguments.stacks)
         return
     chosen = {name: select_group(examined.job, name, fault) for name in arguments.group}
     found = iter(
         read_entries(
-            examined.job, paths, list(chain.from_iterable(chosen.values())), prefix=arguments.prefix
+            examined.job,
+            arguments.paths,
+            list(chain.from_iterable(chosen.values())),
+            prefix=arguments.prefix,
         )
     )
     for name, selections in chosen.items():

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlens.diagnosis.examine import ExaminedJob, examine_dumps, examine_logs
 from commlens.dumps.discover import DumpFiles, discover
 from commlens.dumps.read import JobLogs, read_own_files, read_verdict
-from commlens.dumps.sources import Paths as NamedPaths
-from commlens.dumps.sources import Source
+from commlens.dumps.sources import Paths, Source
 from commlens.errors import EvidenceError
 from commlens.model.health import NodeHealth
 from commlens.model.ranklog import Observation, RankLog
@@ -23,9 +21,6 @@ from commlens.text import joined, printable
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
-
-Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
-
 
 _PROBLEMS_LISTED = 10  # in the error if nothing is readable
 _PATHS_NAMED = 3
@@ -249,8 +244,8 @@ def _unread_dumps(
     ]
 
 
-def _nothing_readable(paths: NamedPaths, problems: Sequence[str]) -> str:
-    names = [printable(path) for path in [*paths.given, *paths.listed]]
+def _nothing_readable(paths: Sequence[str], problems: Sequence[str]) -> str:
+    names = [printable(path) for path in paths]
     others = len(names) - _PATHS_NAMED
     where = (
         joined([*names[:_PATHS_NAMED], f"{others} more"] if others > 0 else names)

@@ -8,10 +8,9 @@ which the first is of rank 1 by its name, and a sentence in ``problems``.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from commlens.dumps.detect import (
@@ -38,7 +37,7 @@ _NAMED_MAX = 10  # unknown files per folder that are named in a problem; the res
 class DumpFiles:
     """The dump files at the given paths, by kind."""
 
-    paths: Paths  # to walk again
+    paths: tuple[str, ...]  # to walk again
     # black boxes and observations of their processes
     own: list[tuple[Source, Kind]] = field(default_factory=list)
     reports: list[Source] = field(default_factory=list)  # verdicts and pages beside them
@@ -89,7 +88,7 @@ class DumpFiles:
 
 
 def discover(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    paths: Paths,
     *,
     prefix: str = "",
     own_only: bool = False,
@@ -103,7 +102,7 @@ def discover(
         CommandError: a path does not exist or cannot be read.
         MissingDependency: a URL needs a package that is not installed.
     """
-    found = DumpFiles(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
+    found = DumpFiles(name_paths(paths), prefix=prefix)
     names: list[str] = []
     logs: set[str] = set()
     for source, kind in _classify(found, own_only=own_only):

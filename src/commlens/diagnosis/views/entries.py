@@ -11,7 +11,6 @@ reduced to :class:`RankEntries`, and dropped.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -101,7 +100,7 @@ def select_group(job: JobIndex, name: str, fault: EntrySelection) -> list[EntryS
 
 def read_entries(
     job: JobIndex,
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    paths: Paths,
     selections: Sequence[EntrySelection],
     *,
     prefix: str = "",

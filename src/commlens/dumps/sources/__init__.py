@@ -1,5 +1,4 @@
-"""Where dumps are read from: files, folders, archives, compressed files, object stores, and path
-lists on standard input.
+"""Where dumps are read from: files, folders, archives, compressed files and object stores.
 
 :func:`open_sources` turns the paths that a user gives into :class:`Source` objects, one per file.
 :mod:`commlens.dumps.detect` classifies a source by :meth:`Source.head`;

@@ -1,14 +1,11 @@
-"""Walk the paths that a user gives: files, folders, archives, URLs, and a list on standard
-input.
-"""
+"""Walk the paths that a user gives: files, folders, archives and URLs."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,31 +21,21 @@ from commlens.text import printable
 FILES_MAX: Final = 1_000_000
 _DEPTH_MAX: Final = 12  # folders within folders
 _NESTING_MAX: Final = 3  # archives within archives
-_LIST_MAX: Final = 256 << 20  # bytes of a list on standard input
 _NAMED_MAX: Final = 10  # files per folder that are named in a problem; the rest is counted
 _NOT_FILES: Final = frozenset({"/proc", "/sys"})  # kernel interfaces, not dumps
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Paths that a user gave, with the list on standard input already read, so that they can be
-    walked more than once.
-    """
-
-    given: tuple[str, ...]
-    listed: tuple[str, ...] = ()
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
-def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Paths:
-    """Sort the paths, and read the list on standard input for ``-``."""
+def name_paths(paths: Paths) -> tuple[str, ...]:
+    """Return the paths that a user gave, each once and sorted."""
     several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    given = {os.fspath(path).removeprefix("file://") for path in several}
-    listed = _list_on_standard_input() if "-" in given else []
-    return Paths(tuple(sorted(given - {"-"})), tuple(sorted(set(listed))))
+    return tuple(sorted({os.fspath(path).removeprefix("file://") for path in several}))
 
 
 def open_sources(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    paths: Paths,
     problems: list[str],
     *,
     prefix: str = "",
@@ -61,11 +48,9 @@ def open_sources(
     Empty files and dot files are skipped; ``empty`` is extended by the names of the former. A file
     is opened only to check whether it is an archive.
     """
-    named = paths if isinstance(paths, Paths) else name_paths(paths)
     Excess.count = 0
-    yield from _Walk(problems, prefix, [] if empty is None else empty).sources(
-        named.given, named.listed
-    )
+    walk = _Walk(problems, prefix, [] if empty is None else empty)
+    yield from walk.sources(name_paths(paths))
 
 
 class _Walk:
@@ -77,14 +62,8 @@ class _Walk:
         self.seen: set[tuple[int, int]] = set()
         self.count = 0
 
-    def sources(self, given: Sequence[str], listed: Sequence[str]) -> Iterator[Source]:
+    def sources(self, given: tuple[str, ...]) -> Iterator[Source]:
         roots = [(text, _stat(text)) for text in given if not is_url(text)]
-        for text in listed:
-            try:
-                if not is_url(text):
-                    roots.append((text, _stat(text)))
-            except CommandError as error:
-                self.problems.append(str(error))
         for text, status in roots:
             if status is None:
                 self.problems.append(f"{printable(text)} could not be opened: permission denied.")
@@ -96,7 +75,7 @@ class _Walk:
                 self.problems.append(
                     f"{printable(text)} is {_file_type(status.st_mode)} and is left out."
                 )
-        for text in sorted({*given, *listed}):
+        for text in given:
             if is_url(text):
                 for source in remote_sources(text, self.problems, self.prefix, FILES_MAX):
                     may_be_archive = named_like_archive(source.name) or isinstance(
@@ -210,32 +189,6 @@ def _file_type(mode: int) -> str:
         (stat.S_ISBLK, "a device"),
     )
     return next((text for test, text in types if test(mode)), "not a regular file")
-
-
-def _list_on_standard_input() -> list[str]:
-    stream = getattr(sys.stdin, "buffer", None)
-    if stream is None or sys.stdin.isatty():
-        raise CommandError(
-            "- reads a list of paths from standard input, but nothing is piped into it. For"
-            " example: find DIR -type f | commlens diagnose -"
-        )
-    content: bytes = stream.read(_LIST_MAX + 1)
-    if len(content) > _LIST_MAX:
-        raise CommandError(
-            f"The list of paths on standard input is longer than {_LIST_MAX >> 20} MiB."
-        )
-    lines = content.split(b"\0") if b"\0" in content else content.splitlines()
-    listed = [os.fsdecode(line) for line in lines if line.strip()]
-    if any(len(line) > 65536 for line in lines) or (
-        listed and content[:1] in (b"\x80", b"\x1f", b"{")
-    ):
-        raise CommandError(
-            "Standard input does not hold a list of paths, one per line. Pass the dump's path as an"
-            " argument, or pipe the path: echo FILE | commlens diagnose -"
-        )
-    if not listed:
-        raise CommandError("The list of paths on standard input is empty.")
-    return listed
 
 
 # --- object stores and all other URLs, read through fsspec and its extras (s3fs, gcsfs, ...)

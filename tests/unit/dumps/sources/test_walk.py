@@ -64,6 +64,13 @@ class TestFolders:
         with pytest.raises(CommandError, match="nowhere cannot be read \\(no such file"):
             taken(tmp_path / "nowhere")
 
+    def test_standard_input_is_no_list_of_paths(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(CommandError, match="^- cannot be read .* Give dump folders, files"):
+            taken("-")
+
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
     def test_no_permission(self, tmp_path: Path) -> None:
         (tmp_path / "secret").write_bytes(b"x")

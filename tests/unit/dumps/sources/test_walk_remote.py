@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 from pathlib import Path
 
@@ -60,26 +59,3 @@ class TestStoresAndLists:
         contents, problems = taken(f"file://{tmp_path}")
         assert list(contents.values()) == [b"zero"]
         assert len(problems) == 1
-
-    @pytest.mark.parametrize("separator", [b"\n", b"\0"])
-    def test_a_list_on_standard_input(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: bytes
-    ) -> None:
-        for rank in (0, 1):
-            (tmp_path / f"rank {rank}").write_bytes(b"%d" % rank)
-        listed = (
-            separator.join(os.fsencode(tmp_path / f"rank {rank}") for rank in (1, 0, 7)) + separator
-        )
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(listed)))
-        contents, problems = taken("-")
-        assert list(contents.values()) == [b"0", b"1"]
-        assert len(problems) == 1
-        assert "rank 7 cannot be read" in problems[0]
-
-    @pytest.mark.parametrize(
-        "content", [b"", b"\n\n", b"\x80\x02}q\x00X\x07\x00", b'{"entries": []}', b"x" * 100_000]
-    )
-    def test_what_is_no_list(self, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        with pytest.raises(CommandError, match="tandard input"):
-            taken("-")
