@@ -251,21 +251,6 @@ class TestArchives:
         assert main(["diagnose", str(folder / "more.tar")]) == 3
         assert capsys.readouterr().err.count("\n") <= 4
 
-    def test_all_members_have_one_limit_with_archives_in_archives(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(compression, "UNSUSPICIOUS_BYTES", 3 << 20)
-        monkeypatch.setattr(compression, "RATIO_MAX", 1)
-        inner = io.BytesIO()
-        with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("rank_0", bytes(1 << 20))
-        with zipfile.ZipFile(tmp_path / "dumps.zip", "w") as archive:
-            for number in range(10):
-                archive.writestr(f"{number}.zip", inner.getvalue())
-        found, problems = sources(tmp_path / "dumps.zip")
-        assert 3 <= len(found) <= 4
-        assert "limit: 3 MiB" in problems[-1]
-
     def test_a_member_has_a_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(archives, "HELD_MAX", 1 << 20)
         with zipfile.ZipFile(tmp_path / "dumps.zip", "w", zipfile.ZIP_DEFLATED) as archive:

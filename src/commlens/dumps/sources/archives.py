@@ -70,8 +70,8 @@ NotImplementedError.
 
 
 class Allowance:
-    """The number of bytes that a file's members may still unpack to, with those of archives in it;
-    by its size, -1 if unknown.
+    """The number of bytes that an archive's members may still unpack to, by its size; -1 if that is
+    unknown.
     """
 
     def __init__(self, stored: int) -> None:
@@ -94,9 +94,8 @@ def archive_kind(head: bytes) -> str | None:
     return "zip" if head.startswith((b"PK\x03\x04", b"PK\x05\x06")) else None
 
 
-def members(source: Source, problems: list[str], allowance: Allowance) -> Iterator[Source] | None:
-    """Return the members of an archive, or None if the source is not one. Their bytes are taken
-    from the outermost file's allowance.
+def members(source: Source, problems: list[str]) -> Iterator[Source] | None:
+    """Return the members of an archive, or None if the source is not one.
 
     A member of an uncompressed tar file is a reference; any other member holds its bytes, so
     release each before the next.
@@ -116,7 +115,7 @@ def members(source: Source, problems: list[str], allowance: Allowance) -> Iterat
         stream.close()
         source.problems.clear()  # reading the source reports them again
         return None
-    return (_tar if kind == "tar" else _zip)(source, stream, problems, allowance)
+    return (_tar if kind == "tar" else _zip)(source, stream, problems, Allowance(source.size))
 
 
 def _tar(

@@ -24,16 +24,13 @@ RATIO_MAX: Final = 500
 1032.
 """
 UNPACKED_MAX: Final = 16 << 30
-"""Most bytes that one file is unpacked to; an archive's members are counted together, with those of
-archives in it.
-"""
+"""Most bytes that one file is unpacked to; an archive's members are counted together."""
 USUAL_RATIO: Final = 200
 """Content beyond this ratio counts as excess, which all files together may have :data:`EXCESS_MAX`
 bytes of.
 """
 # bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse
 EXCESS_MAX: Final = 1 << 30
-_NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
 _CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio
 _CONTENT_MIN: Final = 1024  # bytes of content per read, so that a peek shows enough
@@ -251,12 +248,10 @@ def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedRea
         MissingDependency: the stream is compressed with Zstandard and the package is not installed.
     """
     reader = buffered(stream)
-    for _ in range(_NESTING_MAX):
-        make = decompressor_for(reader.peek(MAGIC_BYTES))
-        if make is None:
-            break
-        reader = io.BufferedReader(_Content(reader, make, name, problems), 256 << 10)
-    return reader
+    make = decompressor_for(reader.peek(MAGIC_BYTES))
+    if make is None:
+        return reader
+    return io.BufferedReader(_Content(reader, make, name, problems), 256 << 10)
 
 
 def buffered(stream: BinaryIO) -> io.BufferedReader:

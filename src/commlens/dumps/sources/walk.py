@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from commlens.blackbox.reader import reason
-from commlens.dumps.sources.archives import Allowance, members, named_like_archive
+from commlens.dumps.sources.archives import members, named_like_archive
 from commlens.dumps.sources.compression import Excess, error_text
 from commlens.dumps.sources.source import READ_MAX, FilePart, Held, Source, read_up_to
 from commlens.errors import CommandError, FormatError, MissingDependency
@@ -20,7 +20,6 @@ from commlens.text import printable
 
 FILES_MAX: Final = 1_000_000
 _DEPTH_MAX: Final = 12  # folders within folders
-_NESTING_MAX: Final = 3  # archives within archives
 _NAMED_MAX: Final = 10  # files per folder that are named in a problem; the rest is counted
 _NOT_FILES: Final = frozenset({"/proc", "/sys"})  # kernel interfaces, not dumps
 
@@ -141,13 +140,10 @@ class _Walk:
             Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns)
         )
 
-    def _unpack(
-        self, source: Source, depth: int = 0, allowance: Allowance | None = None
-    ) -> Iterator[Source]:
-        """Yield the source or, for an archive, its members, with nested archives unpacked too."""
-        allowance = allowance or Allowance(source.size)
+    def _unpack(self, source: Source) -> Iterator[Source]:
+        """Yield the source or, for an archive, its members."""
         try:
-            inner = members(source, self.problems, allowance) if depth < _NESTING_MAX else None
+            inner = members(source, self.problems)
         except (FormatError, MissingDependency) as error:
             self.problems.append(str(error))
             return
@@ -156,10 +152,8 @@ class _Walk:
             return
         for member in inner:
             name = member.name.rsplit("!", 1)[-1].rsplit("/", 1)[-1]
-            if not name.startswith("."):
-                for found in self._unpack(member, depth + 1, allowance):
-                    if name.startswith(self.prefix) or found is not member:
-                        yield found
+            if name.startswith(self.prefix) and not name.startswith("."):
+                yield member
 
 
 def _stat(path: str) -> os.stat_result | None:

@@ -22,9 +22,9 @@ class TestCompressed:
         assert taken(tmp_path) == ({str(tmp_path / "dump"): CONTENT}, [])
 
     @pytest.mark.parametrize("kind", PACKERS)
-    def test_several_frames_and_within_each_other(self, tmp_path: Path, kind: str) -> None:
+    def test_several_frames(self, tmp_path: Path, kind: str) -> None:
         pack = PACKERS[kind]
-        (tmp_path / "dump").write_bytes(gzip.compress(pack(CONTENT) + pack(b"and more")))
+        (tmp_path / "dump").write_bytes(pack(CONTENT) + pack(b"and more"))
         assert taken(tmp_path) == ({str(tmp_path / "dump"): CONTENT + b"and more"}, [])
 
     @pytest.mark.parametrize("kind", PACKERS)
