@@ -84,6 +84,7 @@ _KINDS_BY_SCHEMA: Final = (
     (b'"commlens.verdict/', REPORT),
 )
 _CORE: Final = re.compile(rb"\x7fELF.{12}\x04\0", re.DOTALL)
+# also of protocols 0 and 1, which the reader refuses with a sentence
 _PICKLE: Final = re.compile(rb"\x80[\x02-\x05]|\}q\x00\(|\(dp0\n")
 _FLIGHT_RECORDER_KEYS: Final = re.compile(
     rb'"(pg_config|pg_status|comm_lib_version|nccl_version|collective_seq_id|nccl_comm_state)"\s*:'

@@ -13,11 +13,12 @@ A pickle is a program for a machine with a stack and a memo. ``{"pg": [1, 2]}`` 
     SETITEM                  put the value, on top, and the key, below it, into the dict below
     STOP                     return what is on the stack
 
-Torch's pickler writes protocol 2; Python's writes any protocol if a script loads a dump and saves
-it again. Instructions that import, call or build objects do not exist here, so a pickle cannot run
-code. Memory is bounded by the file's size, and a truncated file yields everything before the cut:
-of the example, cut before APPENDS, ``{"pg": [1, 2]}``. Python's ``pickle.Unpickler`` can do
-neither: one memo index makes it allocate 64 GB, and a truncated file yields nothing.
+Torch's pickler writes protocol 2; Python's writes 4 or 5 if a script loads a dump and saves it
+again. The instructions of older protocols, and those that import, call or build objects, do not
+exist here, so a pickle cannot run code. Memory is bounded by the file's size, and a truncated file
+yields everything before the cut: of the example, cut before APPENDS, ``{"pg": [1, 2]}``. Python's
+``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a truncated file
+yields nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from commlens.errors import FormatError
 # The dump of a ring buffer of 20,000 operations has 160,000.
 _CONTAINERS_MAX: Final = 4_000_000
 _LONG_MAX: Final = 64  # bytes of an integer
-_LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line
 # Types of the keys of a dict; items with other keys are left out. No tuples: to hash tuples that
 # are nested deeply, and share their parts, can take forever.
 _KEYS: Final = (str, int, bytes, bool, float, type(None))
@@ -78,7 +78,7 @@ def read_pickle(data: bytes) -> tuple[Any, bool]:
     except _Stopped as stopped:
         at, cause = stopped.at, stopped.__cause__
         if isinstance(cause, _Refused):
-            raise FormatError(f"It {cause}, which no dump does.") from None
+            raise FormatError(f"It {cause}, which no dump that torch writes does.") from None
         # An IndexError with all its operands there comes from an empty stack.
         is_past_end = at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data)
         has_wrong_index = isinstance(cause, (IndexError, struct.error))
@@ -250,17 +250,10 @@ def _salvage(stacks: list[list[Any]]) -> Any:
     return stack[0] if stack else None
 
 
-def _dict_of_items(stack: list[Any], items: list[Any]) -> None:
-    stack.append({})
-    _set_items(stack[-1], items)
-
-
 _AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
     0x75: lambda stack, items: _set_items(stack[-1], items),  # SETITEMS
     0x31: lambda stack, items: None,  # POP_MARK
     0x74: lambda stack, items: stack.append(tuple(items)),  # TUPLE
-    0x6C: lambda stack, items: stack.append(items),  # LIST
-    0x64: _dict_of_items,  # DICT
 }
 """Instructions besides APPENDS that take the items above the last mark, by their opcode."""
 
@@ -284,21 +277,6 @@ def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], 
     return run
 
 
-def _line(make: Callable[[bytes], Any]) -> _Opcode:
-    """Return an instruction of protocol 0: content that ends with a newline."""
-
-    def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
-        found = data.find(b"\n", at + 1, at + 1 + _LINE_MAX)
-        if found < 0:
-            if len(data) > at + 1 + _LINE_MAX:
-                raise _Refused(f"holds a line of more than {_LINE_MAX} characters")
-            raise _Truncated
-        stack.append(make(data[at + 1 : found]))
-        return found + 1
-
-    return run
-
-
 def _on_stack(change: Callable[[list[Any]], Any]) -> _Opcode:
     """Return an instruction without operands, that changes the stack."""
 
@@ -318,12 +296,6 @@ def _long(data: bytes, size: int | None = None) -> int:
     if size > _LONG_MAX:
         raise _Refused(f"holds an integer of {size} bytes")
     return int.from_bytes(data, "little", signed=True)
-
-
-def _number(text: bytes) -> int | bool:
-    if len(text) > 2 * _LONG_MAX:
-        raise _Refused(f"holds an integer of {len(text)} digits")
-    return text == b"01" if text in (b"00", b"01") else int(text.removesuffix(b"L"))
 
 
 def _read_byte(data: bytes, at: int) -> tuple[int]:
@@ -363,19 +335,6 @@ def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> in
     return at + 1
 
 
-def _put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
-    after = _line(_number)(data, at, stack, memo)
-    index = stack.pop()
-    memo[index] = stack[-1]
-    return after
-
-
-def _get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
-    after = _line(_number)(data, at, stack, memo)
-    stack.append(memo[stack.pop()])
-    return after
-
-
 _OPCODES: Final[dict[int, _Opcode]] = {
     0x80: lambda data, at, stack, memo: at + 1 + len(data[at + 1 : at + 2]),  # PROTO
     # FRAME: the length of the next part, not needed with the whole data in memory
@@ -398,13 +357,6 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x8E: _sized(_UINT64, 8, bytes),  # BINBYTES8
     0x8B: _sized(_UINT32, 4, _long),  # LONG4
     0x30: _on_stack(lambda stack: stack.pop()),  # POP
-    # protocol 0, in text
-    0x49: _line(_number),  # INT
-    0x4C: _line(_number),  # LONG
-    0x46: _line(lambda text: float(text)),  # FLOAT
-    0x56: _line(lambda text: text.decode("raw-unicode-escape")),  # UNICODE
-    0x70: _put,
-    0x67: _get,
 }
 # All instructions of the two tables count as containers, but those that are frequent and make
 # nothing larger than their bytes in the file.

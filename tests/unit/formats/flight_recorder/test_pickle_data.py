@@ -13,13 +13,22 @@ from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(2, 6))
 def test_any_protocol_that_python_saves_again(protocol):
     value = dump([entry(number) for number in range(1200)])
     data = pickle.dumps(value, protocol)
     assert read_pickle(data) == (value, False)
     rows = read_flight_recorder_pickle(data, "rank_3")
     assert len(rows) == 1200 and len(rows.call_stacks) == 1
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_the_protocols_that_torch_never_wrote_are_refused(protocol):
+    with pytest.raises(
+        FormatError,
+        match="It holds the pickle instruction (PUT|DICT|LONG), which no dump that torch writes does",
+    ):
+        columns_from_table(dump([entry(0)]), protocol)
 
 
 @pytest.mark.parametrize("protocol", [2, 4])

@@ -204,7 +204,7 @@ values = st.recursive(
         values,
         max_size=2,
     ),
-    st.integers(0, 5),
+    st.integers(2, 5),
 )
 def test_any_value_in_any_place(changes, others, protocol):
     value = {
@@ -224,7 +224,7 @@ class Harm:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", range(2, 6))
 def test_nothing_is_called(protocol, tmp_path):
     path = tmp_path / "made"
     data = pickle.dumps(dump([entry(0)], more=Harm(path)), protocol)
@@ -255,7 +255,6 @@ BOMBS = {
     "a long integer": (
         b"\x80\x02}X\x07\x00\x00\x00entries\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b"s."
     ),
-    "a long number in text": b"(dp0\nVentries\np1\nL" + b"9" * 100_000 + b"L\ns.",
     "lists in lists": (
         b"\x80\x02}X\x07\x00\x00\x00entries" + b"]" * 200_000 + b"a" * 199_999 + b"s."
     ),
