@@ -138,24 +138,15 @@ class MismatchReporter:
         """
         if now < self._due:
             return []
-        verification = self.verification
-        verification.poll(now)
-        self._due = now + verification.budget.interval_s
-        waiting = verification.discrepancies
-        if not waiting:
+        self.verification.poll(now)
+        self._due = now + self.verification.budget.interval_s
+        if not self.verification.discrepancies:
             return []
         ended = [member for member in self._roster.current() if not member.alive]
-        # all ranks here have come to the collective, or might have; once a rank has ended, the
-        # others may never come
-        seen_until = now if ended else now - OTHER_RANKS_WITHIN_S
-        complete = [
-            each
-            for each in waiting
-            if each.answer is not None and (each.passed >= 0 or each.seen_at <= seen_until)
-        ]
+        # once a rank has ended, the others may never come
+        complete = self._take_complete(now if ended else now - OTHER_RANKS_WITHIN_S)
         verdicts: list[Verdict] = []
         if complete:
-            verification.discrepancies = [each for each in waiting if each not in complete]
             died = any(member.ended_well is not True for member in ended)
             # after a death, no record becomes final any more
             verdicts = self._examine(complete, math.inf if died else now)
@@ -163,6 +154,17 @@ class MismatchReporter:
             *((verdict, True) for verdict in verdicts),
             *((verdict, False) for verdict in self._examine_shifts(now)),
         ]
+
+    def _take_complete(self, seen_until: float) -> list[Discrepancy]:
+        """Take the disagreements that all ranks here have reached, or that were seen by then."""
+        waiting = self.verification.discrepancies
+        complete = [
+            each
+            for each in waiting
+            if each.answer is not None and (each.passed >= 0 or each.seen_at <= seen_until)
+        ]
+        self.verification.discrepancies = [each for each in waiting if each not in complete]
+        return complete
 
     def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
         """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll`
