@@ -280,31 +280,6 @@ class Watcher:
         )
         return min(CALM_POLL_S, max(POLL_S, self.settings.stall_ceiling_s / 12)) if calm else POLL_S
 
-    def _on_signals(self, numbers: bytes) -> None:
-        """Explain a stop of the job by signals that the launcher has received: report a hang that
-        it ends, and say who sent them.
-        """
-        stops = STOP_NUMBERS.intersection(numbers)
-        if stops and not self._is_explained and self._deaths.first is None:
-            self._is_explained = True
-            # before the diagnosis, which takes a while: the sender may end
-            senders = [(number, take_sender(number)) for number in sorted(stops)]
-            self._report_before_stop()
-            self._say_stop(senders)
-
-    def _say_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
-        """Print which signals stop the job, and who sent them, if that is known."""
-        from commlens.diagnosis.causes.dead import find_stop
-        from commlens.diagnosis.words.dead import stopped_line
-
-        # a rank may have sent it sooner than a tick found the rank
-        self._health.add(add_new_members(self._roster, self._observer))
-        ranks = {member.pid: member.rank for member in self._roster.current()}
-        for number, sender in senders:
-            known = replace(sender, rank=ranks.get(sender.pid)) if sender is not None else None
-            if stop := find_stop(signal_name(number), known, parent=os.getppid()):
-                self.reporter.say(stopped_line(stop))
-
     def _tick(self) -> None:
         """Look at the headers of all boxes, and at the other nodes, for what the module's docstring
         lists.
@@ -337,6 +312,8 @@ class Watcher:
             self.reporter.say_all(self._strangers.lines_at_start(time.monotonic()))
             self._look_for_stall()
         self._job_abort.kill_late_ranks()
+
+    # --- a restart of the workers
 
     def _begin_generation_anew(self) -> None:
         """Start anew: torchelastic has replaced the workers. Report what is left to report of the
@@ -378,6 +355,49 @@ class Watcher:
         self.reporter.say_all(self._mismatches.final_lines())
         self._worlds.leave(self.reporter.evidence.packed_world)
         self._nodes.leave(self.reporter.evidence.packed)
+
+    # --- signals that stop the job
+
+    def _on_signals(self, numbers: bytes) -> None:
+        """Explain a stop of the job by signals that the launcher has received: report a hang that
+        it ends, and say who sent them.
+        """
+        stops = STOP_NUMBERS.intersection(numbers)
+        if stops and not self._is_explained and self._deaths.first is None:
+            self._is_explained = True
+            # before the diagnosis, which takes a while, in which the sender may end
+            senders = [(number, take_sender(number)) for number in sorted(stops)]
+            self._report_before_stop()
+            self._say_stop(senders)
+
+    def _report_before_stop(self) -> None:
+        """Report a hang when the job is stopped: it cannot be found out later."""
+        oldest_ns = min(
+            (wait.since_ns for wait in waits(self._roster.current()) if wait.kind == "collective"),
+            default=0,
+        )
+        was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
+        waited_s = (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
+        if was_reported or waited_s < STOPPED_REPORT_S:
+            return
+        self.reporter.evidence.freeze()
+        verdict = self._diagnoser.diagnose()
+        if verdict.is_fault:
+            self.reporter.report(verdict)
+            self.reporter.save_dump()
+
+    def _say_stop(self, senders: Sequence[tuple[int, Sender | None]]) -> None:
+        """Print which signals stop the job, and who sent them, if that is known."""
+        from commlens.diagnosis.causes.dead import find_stop
+        from commlens.diagnosis.words.dead import stopped_line
+
+        # a rank may have sent it sooner than a tick found the rank
+        self._health.add(add_new_members(self._roster, self._observer))
+        ranks = {member.pid: member.rank for member in self._roster.current()}
+        for number, sender in senders:
+            known = replace(sender, rank=ranks.get(sender.pid)) if sender is not None else None
+            if stop := find_stop(signal_name(number), known, parent=os.getppid()):
+                self.reporter.say(stopped_line(stop))
 
     # --- other nodes
 
@@ -441,27 +461,6 @@ class Watcher:
             self._is_explained = self._is_explained or self._deaths.first is not None
             self.reporter.save_dump()
 
-    def _leave_death_to_worlds(self, dead: Sequence[Member]) -> bool:
-        """Return whether another world reports why ranks here have died, or has done so. Ranks that
-        end by themselves after a hang that it reported only gave up waiting.
-        """
-        worlds = self._worlds
-        worlds.add_dead([member.rank for member in dead])
-        were_killed = any(member.ending is not None and member.ending.signal for member in dead)
-        if worlds.reported_by and dead and not were_killed:
-            self._is_explained = True
-            ranks = ranks_phrase(member.rank for member in dead)
-            self.reporter.say_for_job(
-                f"{ranks} of this world ended while the job hung; the verdict above stands."
-            )
-            self.reporter.save_dump()
-            return True
-        if not worlds.reporter_has_deaths:
-            return False
-        if not self._deaths.waits_for_reporter:
-            worlds.answer(self.reporter.evidence.packed_world, is_last=True)
-        return self._deaths.wait_for_reporter(time.monotonic())
-
     # --- deaths
 
     def _add_ended(self) -> bool:
@@ -503,6 +502,10 @@ class Watcher:
     def _living(self) -> list[int]:
         """Return the pids of this node's ranks that have not ended."""
         return [member.pid for member in self._roster.current() if member.alive and member.here]
+
+    def _is_one_ending(self) -> bool:
+        """Return whether a rank is being ended, which takes seconds with much memory."""
+        return any(map(process.is_ending, self._living()))
 
     def _is_alone(self) -> bool:
         """Return whether no other rank is being ended, and torchrun, which would end all of them at
@@ -548,6 +551,27 @@ class Watcher:
             return self._leave_death_to_worlds(dead)
         if not self._deaths.waits_for_reporter:
             self._nodes.answer(LAST, self.reporter.evidence.packed())
+        return self._deaths.wait_for_reporter(time.monotonic())
+
+    def _leave_death_to_worlds(self, dead: Sequence[Member]) -> bool:
+        """Return whether another world reports why ranks here have died, or has done so. Ranks that
+        end by themselves after a hang that it reported only gave up waiting.
+        """
+        worlds = self._worlds
+        worlds.add_dead([member.rank for member in dead])
+        were_killed = any(member.ending is not None and member.ending.signal for member in dead)
+        if worlds.reported_by and dead and not were_killed:
+            self._is_explained = True
+            ranks = ranks_phrase(member.rank for member in dead)
+            self.reporter.say_for_job(
+                f"{ranks} of this world ended while the job hung; the verdict above stands."
+            )
+            self.reporter.save_dump()
+            return True
+        if not worlds.reporter_has_deaths:
+            return False
+        if not self._deaths.waits_for_reporter:
+            worlds.answer(self.reporter.evidence.packed_world, is_last=True)
         return self._deaths.wait_for_reporter(time.monotonic())
 
     # --- mismatches
@@ -704,6 +728,8 @@ class Watcher:
                 f"the process group's timeout of {check.timeout_s:.0f} s is about to expire"
             )
 
+    # --- slow ranks
+
     def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
         """Report slow ranks, and let the stall timeout learn from the records that were read."""
         sampled = self._slowness.logs
@@ -718,10 +744,6 @@ class Watcher:
             else:
                 self.reporter.say(news.text)
 
-    def _is_one_ending(self) -> bool:
-        """Return whether a rank is being ended, which takes seconds with much memory."""
-        return any(map(process.is_ending, self._living()))
-
     # --- the end
 
     def _abort(self, fault: str, verdict: Verdict) -> bool:
@@ -732,22 +754,6 @@ class Watcher:
             return False
         self._is_explained = True
         return True
-
-    def _report_before_stop(self) -> None:
-        """Report a hang when the job is stopped: it cannot be found out later."""
-        oldest_ns = min(
-            (wait.since_ns for wait in waits(self._roster.current()) if wait.kind == "collective"),
-            default=0,
-        )
-        was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
-        waited_s = (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
-        if was_reported or waited_s < STOPPED_REPORT_S:
-            return
-        self.reporter.evidence.freeze()
-        verdict = self._diagnoser.diagnose()
-        if verdict.is_fault:
-            self.reporter.report(verdict)
-            self.reporter.save_dump()
 
     def _finish(self) -> None:
         """All ranks have ended: report what is left, and remove the boxes from shared memory."""
