@@ -242,10 +242,13 @@ class TorchEvents:
         before = safely(connections.sockets) if is_member else None
 
         def after(raised: bool, made: Any) -> None:
-            if is_default:
-                self._default_group_ended(raised)
-            else:
+            if not is_default:
                 self.recording.setups.ended(raised)
+            else:
+                self.recording.setups.init_ended(raised)
+                if not raised:
+                    self.recording.initialised = True
+                    self.recording.writer.word(L.PHASE, L.PHASE_INITIALISED)
             if is_by_hand and not raised:
                 note_by_hand(made[0])
             if before is not None and not raised:
@@ -261,12 +264,6 @@ class TorchEvents:
         if recording.recorder.verifier is not None:
             recording.recorder.verifier.group_destroyed()
         recording.setups.init_began(given["group_size"], str(given["backend"]), None)
-
-    def _default_group_ended(self, raised: bool) -> None:
-        self.recording.setups.init_ended(raised)
-        if not raised:
-            self.recording.initialised = True
-            self.recording.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
     def _group_begins(self, given: dict[str, Any], ranks: Sequence[int]) -> None:
         """Note a group that is not the default one; ``ranks``: empty if it is made by hand."""

@@ -155,12 +155,7 @@ def _pace_of(
         rank: (length(spans_in(waits[rank], window)) + on_device.waited.get(rank, 0)) * _NS
         for rank in inside
     }
-    steps = [ops[-1].step - ops[0].step for ops in inside.values()]
-    if rounds:
-        steps = [
-            bisect_left(rounds[rank], window[1]) - bisect_left(rounds[rank], window[0])
-            for rank in inside
-        ]
+    steps = [_steps_in(window, ops, rounds.get(rank)) for rank, ops in inside.items()]
     are_ahead = all(ops[-1].channel.runs_ahead for ops in inside.values())
     has_messages = any(op.is_point_to_point for ops in inside.values() for op in ops)
     window_s = length([window]) * _NS
@@ -177,6 +172,13 @@ def _pace_of(
         by_rounds=bool(rounds),
         max_cost=_MAX_COST_OF_ROUNDS if rounds else 1.0,
     )
+
+
+def _steps_in(window: Span, ops: Sequence[Collective], rounds: Sequence[int] | None) -> int:
+    """Return how many steps a rank began in a window, or rounds if no rank counts steps."""
+    if rounds is None:
+        return ops[-1].step - ops[0].step
+    return bisect_left(rounds, window[1]) - bisect_left(rounds, window[0])
 
 
 class PaceMeter:
