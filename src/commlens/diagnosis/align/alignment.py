@@ -404,7 +404,7 @@ def _out_of_step(
     of the others there.
     """
     ops = _ops_at(tracks, first.number)
-    tie = first.other is not None and (len(ops) > 2 or ranks_off_routine(job, ops) != (first.rank,))
+    tie = first.other is not None and ranks_off_routine(job, ops) != (first.rank,)
     culprits = tuple(
         sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number))
     )

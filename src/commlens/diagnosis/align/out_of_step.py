@@ -12,8 +12,7 @@ Where the ops and the shapes agree, nothing hangs, and only the source lines and
 show it: from number 2 on, rank 1 is 1 collective ahead (:class:`Shift`), as its line 22 under
 number 2 is that of the others under number 3. Lines may legally differ between ranks (``if rank ==
 0: ... else: ...``), so each line of the rank is first translated into the line of the others that
-it met before. If the others are as many ranks as those out of step, nothing but their routines
-tells which of the two halves is wrong.
+it met before. Of two ranks, nothing but their routines tells which one is wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Shift(msgspec.Struct):
     matches: int  # later collectives that agree with the shift
     departure: Departure
     other: int | None = None
-    """Of two ranks or two halves: a rank of the other side, which may be the one out of step."""
+    """Of two ranks, the other one, if it may be the one out of step."""
 
 
 Votes = Counter[int]
@@ -92,8 +91,8 @@ def _shifts_among(job: JobIndex, tracks: Mapping[int, Track], votes: Votes) -> l
     suspects = voters.suspects()
     if not suspects:
         return []
-    if suspects == tracks.keys() and (sides := voters.two_halves()):
-        return _shift_of_a_half(job, tracks, sides)
+    if votes.total() == 2:
+        return _shift_of_two(job, tracks)
     # if most ranks differ somewhere, too few are left to show what is usual
     suspected = sum(votes[rank] for rank in suspects)
     trusted = votes.keys() if is_majority(suspected, votes.total()) else votes.keys() - suspects
@@ -226,23 +225,6 @@ class _Voters:
                 rank = next(rank for rank, kind in kinds.items() if kind == most)
                 usual[number] = self._tracks[rank].ops[number]
         return usual
-
-    def two_halves(self) -> list[list[int]]:
-        """Return the ranks of both halves, if all ranks of a half issued the same, and the two
-        halves did not; else none.
-        """
-        first, unlike_first = min(self._tracks), set[int]()
-        for number in self._numbers:
-            kinds = self.kinds_at(number)
-            unlike_first |= {rank for rank in kinds if kinds[rank] != kinds.get(first, kinds[rank])}
-        halves = [sorted(self._tracks.keys() - unlike_first), sorted(unlike_first)]
-        votes = {sum(self._votes[rank] for rank in half) for half in halves}
-        are_alike = all(
-            len({kinds[rank] for rank in half if rank in kinds}) <= 1
-            for kinds in map(self.kinds_at, self._numbers)
-            for half in halves
-        )
-        return halves if len(votes) == 1 and are_alike else []
 
 
 # --- by how many collectives a rank is shifted
@@ -392,20 +374,16 @@ class _ShiftSearch:
                 yield mine, theirs
 
 
-def _shift_of_a_half(
-    job: JobIndex, tracks: Mapping[int, Track], sides: Sequence[Sequence[int]]
-) -> list[Shift]:
-    """Return the shift of one of two ranks, or of two ranks of different halves: each seems out of
-    step to the other. Of two ranks, it is the one that leaves its routine.
+def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
+    """Return the shift of the one of two ranks that leaves its routine: each seems out of step to
+    the other.
     """
-    first, second = (side[0] for side in sides)
+    first, second = sorted(tracks)
     pairs = ((first, second), (second, first))
-    cut = any(job.views[rank].lost_newest for rank in (first, second))
+    cut = any(job.views[rank].lost_newest for rank in tracks)
     searches = (_ShiftSearch(rank, tracks[rank].ops, tracks[met].ops, cut) for rank, met in pairs)
     shifts = [shift for search in searches if (shift := search.find()) is not None]
-    # of two halves, the routine of one rank says nothing of the others
-    culprits = _off_routine(job, tracks, shifts) if len(tracks) == 2 else ()
-    if culprits:
+    if culprits := _off_routine(job, tracks, shifts):
         return [shift for shift in shifts if shift.rank in culprits]
     # both say the same, each seen from one rank: return the one that skipped a collective
     ahead = [shift for shift in shifts if shift.by > 0][:1]
