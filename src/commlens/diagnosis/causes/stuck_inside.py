@@ -10,7 +10,7 @@ completed on ranks 0-2, the device or process of rank 3 is at fault.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -48,9 +48,6 @@ class EnteredOp(NamedTuple):
     instance: Instance
     op: Collective
     views: list[RankView]  # of its ranks that have a record
-    edges: Sequence[Edge]  # the waits in it
-    waiting: list[int]  # ranks of these edges
-    blocked: list[int]  # also the ranks that wait behind them
 
     @property
     def records(self) -> list[tuple[RankView, Collective]]:
@@ -77,7 +74,12 @@ class StuckCase(Case[StuckInside]):
     """Ranks inside of one collective."""
 
     entered: EnteredOp
-    doing: Activity | None = None  # of the culprits, if their processes cannot run
+    doing: Activity | None  # of the culprits, if their processes cannot run
+
+    @property
+    def waiting(self) -> list[int]:
+        """The ranks that wait in it, or that stand still after it."""
+        return sorted({edge.rank for edge in self.edges} or self.blocked)
 
 
 def find_stuck_inside(context: Context, node: WaitNode) -> None:
@@ -88,24 +90,18 @@ def find_stuck_inside(context: Context, node: WaitNode) -> None:
         node: of the kind "stuck".
     """
     job, instance = context.job, context.graph.instances[node.detail]
-    edges = context.graph.edges_into(node)
-    entered = EnteredOp(
-        instance,
-        edges[0].op,
-        [job.views[rank] for rank in instance.members if rank in job.views],
-        edges,
-        sorted({edge.rank for edge in edges}),
-        context.blocked_by([node]),
-    )
-    failed = _has_failed(context, entered.waiting)
+    edges, blocked = context.graph.edges_into(node), context.blocked_by([node])
+    op = edges[0].op
+    members = [job.views[rank] for rank in instance.members if rank in job.views]
+    entered = EnteredOp(instance, op, members)
+    failed = _has_failed(context, edges)
     if not failed and not job.foreign:
-        ages = (view.now_ns - op.announced_ns for view, op in entered.records)
-        if min(ages, default=1 << 62) < _may_take_ns(job, entered.op):
+        ages = (view.now_ns - own.announced_ns for view, own in entered.records)
+        if min(ages, default=1 << 62) < _may_take_ns(job, op):
             return
-    cause, doing = _what_keeps_inside(context, entered, failed=failed)
-    op = entered.op
+    cause, doing = _what_keeps_inside(context, entered, edges, blocked, failed=failed)
     context.cases.append(
-        StuckCase(cause, op, op.source, blocked=entered.blocked, entered=entered, doing=doing)
+        StuckCase(cause, op, op.source, edges, blocked, entered=entered, doing=doing)
     )
 
 
@@ -119,36 +115,50 @@ def _may_take_ns(job: JobIndex, op: Collective) -> int:
 
 
 def _what_keeps_inside(
-    context: Context, entered: EnteredOp, *, failed: bool
+    context: Context,
+    entered: EnteredOp,
+    edges: Sequence[Edge],
+    blocked: Sequence[int],
+    *,
+    failed: bool,
 ) -> tuple[StuckInside, Activity | None]:
-    """Return the cause, and what its culprits do if their processes cannot run."""
+    """Return the cause, and what its culprits do if their processes cannot run.
+
+    Args:
+        context: the job.
+        entered: the collective or message.
+        edges: the waits in it.
+        blocked: the ranks that wait in it or behind these.
+        failed: whether such a wait failed, or a rank that waited.
+    """
+    waiting = {edge.rank for edge in edges}
     activities = {view.rank: context.doing(view) for view in entered.views}
     inside = partial(
         StuckInside,
         why="in-collective",
-        victims=entered.blocked,
+        victims=[*blocked],
         ranks=list(activities),
-        waits=waits_of(context, entered.edges),
+        waits=waits_of(context, edges),
     )
-    is_unknown = context.completion_unknown(entered.waiting)
+    is_unknown = context.completion_unknown(waiting)
     if is_unknown:
         culprits, victims = _stopped_and_standing(context, entered.views)
     else:
         held_up = (rank for rank, doing in activities.items() if doing.why in _HELD_UP)
         culprits = [rank for rank in held_up if not activities[rank].works]
-        victims = entered.blocked
+        victims = [rank for rank in blocked if rank not in culprits]
     if culprits:
         doing = activities[culprits[0]]
-        inside = partial(inside, victims=sorted(set(victims) - set(culprits)))
+        inside = partial(inside, victims=victims)
         return _held_up(inside, doing, culprits, "medium" if is_unknown else "high"), doing
     not_at_fault = partial(inside, kind="waiting", root_cause=False, blamed_by="nobody")
     if is_unknown:
         return not_at_fault(confidence="low", state="completion-unknown"), None
     busy = _busy(entered)
-    if busy and not failed and not context.waits_too_long(entered.waiting):
+    if busy and not failed and not context.waits_too_long(waiting):
         return not_at_fault(confidence="medium", state="moving", busy=busy), None
     if entered.not_started_on:
-        return _never_started(inside, entered), None
+        return _never_started(inside, entered, blocked), None
     return _no_progress(inside, context, entered), None
 
 
@@ -182,7 +192,9 @@ def _held_up(
     )
 
 
-def _never_started(inside: partial[StuckInside], entered: EnteredOp) -> StuckInside:
+def _never_started(
+    inside: partial[StuckInside], entered: EnteredOp, blocked: Sequence[int]
+) -> StuckInside:
     """Decide of devices that have not come to a collective: the work before it holds them up, and
     no network has a part in that.
 
@@ -196,7 +208,7 @@ def _never_started(inside: partial[StuckInside], entered: EnteredOp) -> StuckIns
         root_cause=True,
         culprits=culprits,
         blamed_by="device" if culprits else "undecided",
-        victims=sorted({*entered.blocked, *ranks} - set(culprits)),
+        victims=sorted({*blocked, *ranks} - set(culprits)),
         confidence="medium",
         state="not-started",
         not_started_on=ranks,
@@ -320,7 +332,7 @@ def find_stopped(context: Context) -> None:
         return
     op, doing = by.last_op, context.doing(by)
     instance = Instance(op.channel.key, op.sequence_number)
-    entered = EnteredOp(instance, op, views, [], victims, victims)
+    entered = EnteredOp(instance, op, views)
     inside = partial(StuckInside, victims=victims, ranks=sorted(context.job.views), waits=[])
     cause = _held_up(inside, doing, culprits, "medium")
     context.cases.append(
@@ -387,7 +399,7 @@ def find_perhaps_running(context: Context, nodes: Sequence[WaitNode]) -> bool:
     waiting = sorted({edge.rank for edge in edges})
     if (
         not _are_alike(edges)
-        or _has_failed(context, waiting)
+        or _has_failed(context, edges)
         or any(job.views[rank].log.captured_ns for rank in waiting)
         or all(any(_ended_on(job, instance).values()) for instance in instances)
     ):
@@ -486,9 +498,9 @@ def completed_on(job: JobIndex, instance: Instance) -> list[int]:
     ]
 
 
-def _has_failed(context: Context, ranks: list[int]) -> bool:
-    """Return whether one of these ranks ended badly, or its wait failed."""
-    views = [context.job.views[rank] for rank in ranks]
+def _has_failed(context: Context, edges: Iterable[Edge]) -> bool:
+    """Return whether one of the ranks that wait ended badly, or its wait failed."""
+    views = [context.job.views[edge.rank] for edge in edges]
     return any(
         view.exit.failed or any(block.how == "failed" for block in view.blocks.values())
         for view in views

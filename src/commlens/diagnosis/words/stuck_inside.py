@@ -104,10 +104,10 @@ def _undecided(context: Context, case: Case[StuckInside]) -> Words:
 
 def _held_up(context: Context, case: StuckCase) -> Words:
     entered, culprits = case.entered, case.cause.culprits
-    others = sorted(set(entered.waiting) - set(culprits)) or entered.waiting
+    others = sorted(set(case.waiting) - set(culprits)) or case.waiting
     assert case.doing is not None
     cannot_run = f"{ranks_phrase(culprits)} {phrases.activity_words(case.doing, culprits)}"
-    if context.completion_unknown(entered.waiting):
+    if context.completion_unknown(case.waiting):
         stand = ranks_and_verb(case.cause.victims, "stands", "stand")
         return Words(
             summary=f"{cannot_run} after {_name(entered)}; {stand} still, too",
@@ -121,7 +121,7 @@ def _held_up(context: Context, case: StuckCase) -> Words:
         summary=(
             f"{cannot_run} inside {_name(entered)}; {ranks_and_verb(others, 'waits', 'wait')} there"
         ),
-        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=missing_step(case.doing, culprits),
         evidence=_errors(entered),
     )
@@ -136,7 +136,7 @@ def _completion_unknown(_: Context, case: StuckCase) -> Words:
     entered = case.entered
     return Words(
         summary=(
-            f"{ranks_and_verb(entered.waiting, 'stands', 'stand')} still after {_name(entered)};"
+            f"{ranks_and_verb(case.waiting, 'stands', 'stand')} still after {_name(entered)};"
             " whether their devices have completed it is not known"
         ),
         explanation=phrases.prose(
@@ -157,9 +157,9 @@ def _still_moving(context: Context, case: StuckCase) -> Words:
     return Words(
         summary=(
             f"{ranks_phrase(case.cause.ranks)} are in {_name(entered)}, which still moves data,"
-            f" {duration(context.longest_wait(entered.waiting))} so far"
+            f" {duration(context.longest_wait(case.waiting))} so far"
         ),
-        explanation=phrases.how_long_they_wait(context, entered.edges),
+        explanation=phrases.how_long_they_wait(context, case.edges),
         next_step="wait",
         evidence=[f"{ranks_and_verb(case.cause.busy, 'uses', 'use')} CPU inside it."],
         would_raise_confidence="CPU time shows work, not that it ends.",
@@ -175,7 +175,7 @@ def _never_started(context: Context, case: StuckCase) -> Words:
             f"{ranks_phrase(ranks)} enqueued {_name(entered)}, but {device} not started it"
             f"{f'; {waits}' if started else ''}"
         ),
-        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=not_started_step(entered.op, ranks),
         evidence=_errors(entered),
         would_raise_confidence="What the device does before it is not recorded.",
@@ -197,7 +197,7 @@ def _no_progress(context: Context, case: StuckCase) -> Words:
             f"{ranks_and_verb(inside, 'is', 'are')} inside {_name(entered)}"
             f"{_completed_or_not(cause, inside)}{_where_it_stands(cause)}"
         ),
-        explanation=phrases.waits_and_blocked(context, entered.edges, entered.blocked),
+        explanation=phrases.waits_and_blocked(context, case.edges, case.blocked),
         next_step=(
             compare_step(entered.op, question)
             if question
