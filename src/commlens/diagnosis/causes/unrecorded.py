@@ -61,9 +61,10 @@ def find_unrecorded(context: Context, nodes: list[WaitNode]) -> None:
     if context.job.only_logs:
         nodes = [node for node in nodes if not _waits_ended_early(context, node)]
     is_known = any(case.cause.root_cause for case in context.cases)
-    for (_, kind, record), members in sorted(_alike(context, nodes).items()):
-        dead = kind == "no-record" and not record and not unreadable
-        _add_unrecorded(context, members, record, dead=dead, other_cause_known=is_known)
+    for (_, kind, reason, _), members in sorted(_alike(context, nodes).items()):
+        has_ended = kind == "no-record" and reason == "out-of-sight" and not unreadable
+        why = "left-nothing" if has_ended else reason
+        _add_unrecorded(context, members, why, other_cause_known=is_known)
 
 
 def _waits_ended_early(context: Context, node: WaitNode) -> bool:
@@ -76,11 +77,11 @@ def _waits_ended_early(context: Context, node: WaitNode) -> bool:
 
 def _alike(
     context: Context, nodes: list[WaitNode]
-) -> dict[tuple[Instance, str, str], list[WaitNode]]:
-    """Return the nodes by the collective in which most ranks wait for them, their kind, and what is
-    known of their records.
+) -> dict[tuple[Instance, str, NoRecord, str], list[WaitNode]]:
+    """Return the nodes by the collective in which most ranks wait for them, their kind, why no
+    record shows their calls, and why their process records nothing, if it is known.
     """
-    groups: dict[tuple[Instance, str, str], list[WaitNode]] = defaultdict(list)
+    groups: dict[tuple[Instance, str, NoRecord, str], list[WaitNode]] = defaultdict(list)
     # If 4000 ranks never started, the same ranks wait for all of them, in the same collectives: the
     # one with the most ranks is looked for once.
     instances: dict[frozenset[WaitNode], Instance] = {}
@@ -90,37 +91,50 @@ def _alike(
         same_for = waiters if shared else frozenset({node})
         if same_for not in instances:
             instances[same_for] = most_waited(context, context.graph.edges_into(node)).instance
-        groups[(instances[same_for], node.kind, _record_of(context, node.rank))].append(node)
+        stranger = context.job.strangers.get(node.rank)
+        unrecorded = stranger.unrecorded if stranger is not None else ""
+        reason = _reason(context, node.rank)
+        groups[instances[same_for], node.kind, reason, unrecorded].append(node)
     return groups
 
 
-def _record_of(context: Context, rank: int) -> str:
-    """Return what became of a rank's record: ``"silent"`` (no line of its text log tells what it
-    did), ``"damaged"``, the reason for which its process records nothing, or empty if there is none
-    at all.
-    """
-    view, stranger = context.job.views.get(rank), context.job.strangers.get(rank)
+def _reason(context: Context, rank: int) -> NoRecord:
+    """Return why no record shows a rank's calls, as far as its own records tell."""
+    view = context.job.views.get(rank)
     if view is not None and view.is_log and view.lost_newest:
-        return "damaged"  # a line that could not be read may say that it came
+        return "unreadable"  # a line that could not be read may say that it came
     if context.job.only_logs:
         return "silent"
-    if stranger is not None:
-        return stranger.unrecorded
+    if rank in context.job.strangers:
+        return "not-recorded"
     if view is None:
-        return ""
-    return "silent" if view.is_log else "damaged"
+        return "out-of-sight"
+    return "silent" if view.is_log else "unreadable"
+
+
+def _closer_reason(
+    context: Context, ranks: Sequence[int], reason: NoRecord, op: Collective
+) -> NoRecord:
+    """Return the reason, or a closer one that only the wait for these ranks in ``op`` shows."""
+    if reason == "silent" and _stuck_watchdog_s(context, ranks):
+        return "watchdog-stuck"
+    if reason == "unreadable" and context.job.views[ranks[0]].is_older_than(op.announced_ns):
+        return "outdated"
+    if reason == "out-of-sight" and op.op == "init_process_group":
+        return "not-started" if context.job.meets_here else "fewer-than-expected"
+    return reason
 
 
 def _add_unrecorded(
-    context: Context, nodes: list[WaitNode], record: str, *, dead: bool, other_cause_known: bool
+    context: Context, nodes: list[WaitNode], reason: NoRecord, *, other_cause_known: bool
 ) -> None:
-    """Add a cause for ranks that are alike: in what waits for them, and in their ``record``, as
-    :func:`_record_of` returns it. ``dead``: they can only have ended.
+    """Add a cause for ranks that others wait for in the same collective, and whose calls no record
+    shows for the same reason.
     """
     ranks = [node.rank for node in nodes]
     edges, blocked = context.graph.edges_into(nodes[0]), context.blocked_by(nodes)
     op = most_waited(context, edges).op
-    reason = _reason(context, ranks, op, record, dead=dead)
+    reason = _closer_reason(context, ranks, reason, op)
     culprits = _culprits(context, nodes, reason)
     # of a rank whose log says nothing, it is not even known that it waits
     no_victims = ranks if reason in _LOG_TELLS_NOTHING else culprits
@@ -161,24 +175,6 @@ def _idle(context: Context) -> list[int]:
     waiting = {node.rank for node in context.graph.blocks}
     views = context.job.views
     return sorted(rank for rank in views.keys() - waiting if not views[rank].exit.ended)
-
-
-def _reason(
-    context: Context, ranks: Sequence[int], op: Collective, record: str, *, dead: bool
-) -> NoRecord:
-    """Return why nothing tells whether ranks that are alike came to ``op``."""
-    if record == "silent":
-        return "watchdog-stuck" if _stuck_watchdog_s(context, ranks) else "silent"
-    if any(rank in context.job.strangers for rank in ranks):
-        return "not-recorded"
-    view = context.job.views.get(ranks[0])
-    if view is not None:
-        return "outdated" if view.is_older_than(op.announced_ns) else "unreadable"
-    if dead:
-        return "left-nothing"
-    if op.op == "init_process_group":
-        return "not-started" if context.job.meets_here else "fewer-than-expected"
-    return "out-of-sight"
 
 
 def _confidence(reason: NoRecord, ranks: Sequence[int]) -> Confidence:
