@@ -61,13 +61,11 @@ def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> C
     of_groups = list(context.cases)
     _find_what_blocks(context, graph.sinks())
     find_fewer(context)
-    _demote_behind_groups(of_groups, context.cases[len(of_groups) :])
     if not context.cases:
         find_stopped(context)
     if not context.cases:
         find_motionless(context)
-    _demote_cut_waits(context)
-    demote_refused(context)
+    _demote_consequences(context, of_groups)
     # The reasons for which processes ended count only if nothing shows why the job stood still.
     if not _has_root_cause(context):
         find_refused(context)
@@ -75,9 +73,7 @@ def find_all(job: JobIndex, mismatches: list[RecordMismatch], graph: Graph) -> C
         find_ended(context)
     if job.foreign and not context.cases:
         find_slow(context)
-    _demote_behind_disagreements(context.cases)
     find_started_twice(context)
-    _demote_ended_victims(context)
     add_init_meetings(context)
     add_compiler(context)
     add_hardware(context)
@@ -141,14 +137,30 @@ def _find_stuck(context: Context, sinks: Sequence[WaitNode]) -> None:
 # --- which causes are consequences of others
 
 
+def _demote_consequences(context: Context, of_groups: Sequence[Case[Any]]) -> None:
+    """Demote the causes that follow from another one. A step sees the root causes that the steps
+    before it left.
+
+    Args:
+        context: the job.
+        of_groups: the causes in the making of groups, which come first in the context.
+    """
+    if of_groups:
+        _demote_behind_groups(of_groups, context.cases[len(of_groups) :])
+    _demote_cut_waits(context)
+    demote_refused(context)
+    _demote_behind_disagreements(context.cases)
+    _demote_ended_victims(context)
+
+
 def _demote_behind_groups(of_groups: Sequence[Case[Any]], others: Sequence[Case[Any]]) -> None:
     """Demote all causes behind one in the making of groups: ranks whose groups differ cannot meet
     afterwards. Only a death stays a root cause, if no rank is blamed for the groups.
     """
     nobody_blamed = not any(case.cause.culprits for case in of_groups)
-    for case in others if of_groups else ():
-        if not (case.cause.kind == "dead" and nobody_blamed):
-            case.cause.root_cause = False
+    for cause in (case.cause for case in others):
+        if cause.kind != "dead" or not nobody_blamed:
+            cause.root_cause = False
 
 
 _LATE_NS = 5_000_000_000
@@ -232,19 +244,15 @@ def _blamed(case: Case[Any]) -> set[int]:
 
 
 def _demote_ended_victims(context: Context) -> None:
-    """Where a rank ended, ranks that are absent because they ended because of a peer are a
-    consequence, and so is what broke off.
+    """Where a rank ended, demote ranks that are absent because a peer's end ended them, and
+    collectives that broke off.
     """
-    causes = [case.cause for case in context.cases]
+    views, causes = context.job.views, [case.cause for case in context.cases]
     for cause in causes:
-        exits = {
-            context.job.views[rank].exit.kind
-            for rank in cause.culprits
-            if rank in context.job.views
-        }
-        ended = cause.kind == "missing" and exits and exits <= {"peer", "terminated"}
+        exits = {views[rank].exit.kind for rank in cause.culprits if rank in views}
+        were_ended = cause.kind == "missing" and exits and exits <= {"peer", "terminated"}
         broke_off = cause.kind == "stuck-inside" and not cause.culprits
-        if (ended or broke_off) and any(
+        if (were_ended or broke_off) and any(
             other.root_cause and (other.kind == "dead" or other.why == "finished")
             for other in causes
             if other is not cause
