@@ -97,7 +97,7 @@ class RecordMismatch:
     ops: dict[int, Collective]  # by rank, of the ranks that met
     # None: the arguments agree, and only source lines and steps show that a rank is out of step
     answer: Disagree | None
-    culprits: tuple[int, ...]  # on a tie, all ranks that met
+    culprits: tuple[int, ...]  # sorted; on a tie, all ranks that met
     blamed_by: BlamedBy
     shift: Shift | None = None
     departure: Departure = ""  # whether the culprits skipped a collective or issued an extra one
@@ -122,6 +122,17 @@ class RecordMismatch:
     def others(self) -> list[int]:
         """Return the ranks that met the culprits, sorted; none on a tie."""
         return sorted(set(self.ops) - set(self.culprits))
+
+    @property
+    def own(self) -> Collective:
+        """Return the op of the first culprit that has a record; if none has, of the first rank."""
+        known = [self.ops[rank] for rank in self.culprits if rank in self.ops]
+        return known[0] if known else next(iter(self.ops.values()))
+
+    @property
+    def usual(self) -> Collective | None:
+        """Return what the first of the other ranks issued instead; None on a tie."""
+        return self.ops[self.others[0]] if self.others else None
 
     @property
     def breaks_channel(self) -> bool:
@@ -331,7 +342,7 @@ def _blame(
     met = mismatch.ops
     decision = _decide(job, mismatch.key, mismatch.number, met, answer, here)
     sides = {rank for party in answer.parties for rank in party.ranks if rank in met}
-    mismatch.culprits = decision.culprits or tuple(sorted(sides))
+    mismatch.culprits = tuple(sorted(decision.culprits or sides))
     mismatch.blamed_by = decision.by
     shift = here[0] if here else None
     is_by_rank = decision.by in ("other-groups", "routine")

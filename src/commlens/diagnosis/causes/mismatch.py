@@ -56,16 +56,14 @@ _KINDS: dict[Aspect, Kind] = {
 @dataclass(kw_only=True)
 class MismatchCase(Case[Mismatch]):
     """Ranks that disagree or are out of step. Its ``op`` is what the finding shows: that of the
-    first suspect, or what a rank out of step skipped or added.
+    first culprit, or what a rank out of step skipped or added. On a tie, all ranks that met count
+    as culprits.
     """
 
     mismatch: RecordMismatch
-    own: Collective  # of the first suspect that has a record
-    suspects: list[int]  # the culprits; on a tie, all ranks that met
-    usual: Collective | None  # what the first rank that is no suspect issued instead
-    paths: tuple[Path, Path]  # of the first suspect and of the others, from where they part
-    been_there: bool  # whether the first suspect has issued this op from the same lines before
-    raised: Collective | None  # its own call of ``usual``, just before ``own``, which failed
+    paths: tuple[Path, Path]  # of the first culprit and of the others, from where they part
+    been_there: bool  # whether the first culprit has issued its op from the same lines before
+    raised: Collective | None  # its call of the others' op, just before its own one, which failed
     alike: list[MismatchCase] = field(default_factory=list)  # ties that are the same fault
 
 
@@ -93,7 +91,7 @@ def find_mismatches(context: Context, sinks: dict[int, WaitNode]) -> None:
         case = _case(context, mismatch, blocked)
         if mismatch.tie:
             first = ties.setdefault(_key_of_tie(case), case)
-            if first is not case and case.own.call_lines:
+            if first is not case and mismatch.own.call_lines:
                 first.alike.append(case)
                 first.cause.alike += 1
                 first.cause.victims = sorted({*first.cause.victims, *case.cause.victims})
@@ -125,12 +123,11 @@ def _key_of_tie(case: MismatchCase) -> Hashable:
 
 
 def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) -> MismatchCase:
-    views, suspects, op = context.job.views, sorted(mismatch.culprits), _odd_op(mismatch)
-    others = mismatch.others
-    usual = mismatch.ops[others[0]] if others else None
-    waiting = sorted(set(blocked) - set(suspects))
+    views, op, usual = context.job.views, mismatch.own, mismatch.usual
+    culprits, first = set(mismatch.culprits), views.get(mismatch.culprits[0])
+    waiting = sorted(set(blocked) - culprits)
     failed = _failed(context, mismatch)
-    cause = _cause(mismatch, suspects, {*waiting, *others, *failed} - set(suspects))
+    cause = _cause(mismatch, {*waiting, *mismatch.others, *failed} - culprits)
     cause.gone_on = _gone_on(context, mismatch, cause.not_seen)
     cause.held_up = [
         rank
@@ -139,10 +136,10 @@ def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) ->
     ]
     cause.ended_by_it = _ended_by_it(context, failed)
     if usual is not None and mismatch.pair is None:
-        cause.steps_ahead = steps_ahead(context.job, suspects[0], op, usual)
-        cause.rounds = _rounds(context, suspects, mismatch.ops)
+        cause.steps_ahead = steps_ahead(context.job, mismatch.culprits[0], op, usual)
+        cause.rounds = _rounds(context, culprits, mismatch.ops)
     shift = mismatch.shift if mismatch.answer is None else None
-    paths = _paths(context, mismatch, op)
+    paths = _paths(context, mismatch)
     return MismatchCase(
         cause,
         shift.skipped if shift is not None else op,
@@ -150,15 +147,12 @@ def _case(context: Context, mismatch: RecordMismatch, blocked: Sequence[int]) ->
         blocked=blocked,
         order=_order(mismatch),
         mismatch=mismatch,
-        own=op,
-        suspects=suspects,
-        usual=usual,
         paths=paths,
         been_there=any(
             (each.op, each.call_lines) == (op.op, op.call_lines) and each.index < op.index
-            for each in (views[suspects[0]].history if suspects[0] in views else ())
+            for each in (first.history if first is not None else ())
         ),
-        raised=_raised_before(views.get(suspects[0]), op, usual),
+        raised=_raised_before(first, op, usual),
     )
 
 
@@ -179,14 +173,6 @@ def _raised_before(
     return last if by_itself else None
 
 
-def _odd_op(mismatch: RecordMismatch) -> Collective:
-    """Return the record of the first culprit that has one; if none has, of the first rank."""
-    return next(
-        (mismatch.ops[rank] for rank in sorted(mismatch.culprits) if rank in mismatch.ops),
-        next(iter(mismatch.ops.values())),
-    )
-
-
 def _gone_on(context: Context, mismatch: RecordMismatch, ranks: Iterable[int]) -> list[int]:
     """Return those of these ranks, which have no record of it, that completed the collective, as
     the progress of its group in their dumps tells.
@@ -200,7 +186,7 @@ def _gone_on(context: Context, mismatch: RecordMismatch, ranks: Iterable[int]) -
     ]
 
 
-def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -> Rounds | None:
+def _rounds(context: Context, culprits: set[int], ops: dict[int, Collective]) -> Rounds | None:
     """Return how far the ranks got at a line that the culprits reached more or less often than most
     of the job, while the ranks that got less far went on to a line that is new to them.
     """
@@ -208,22 +194,22 @@ def _rounds(context: Context, suspects: list[int], ops: dict[int, Collective]) -
     if len(lines) != 2 or len(context.job.views) > RANKS_MAX:
         return None
     counted = [one for op in lines.values() if (one := count_rounds(context.job, op)) is not None]
-    fitting = (with_next_line(context.job, one, ops) for one in counted if one.odd == {*suspects})
+    fitting = (with_next_line(context.job, one, ops) for one in counted if one.odd == culprits)
     return next((one for one in fitting if one.went_on), None)
 
 
-def _cause(mismatch: RecordMismatch, suspects: list[int], victims: set[int]) -> Mismatch:
+def _cause(mismatch: RecordMismatch, victims: set[int]) -> Mismatch:
     answer, shift = mismatch.answer, mismatch.shift
     confidence, doubt = _confidence(mismatch)
     return Mismatch(
         kind=_KINDS[answer.aspect] if answer is not None else "missing",
         why=_WHY.get(mismatch.departure, "in-collective"),
         root_cause=True,
-        culprits=[] if mismatch.tie else suspects,
+        culprits=[] if mismatch.tie else [*mismatch.culprits],
         blamed_by=mismatch.blamed_by,
-        victims=sorted({*victims, *suspects} if mismatch.tie else victims),
+        victims=sorted({*victims, *mismatch.culprits} if mismatch.tie else victims),
         confidence=confidence,
-        group=group_of(_odd_op(mismatch)),
+        group=group_of(mismatch.own),
         number=mismatch.number,
         issued=_issued(mismatch),
         not_seen=_not_seen(mismatch),
@@ -274,7 +260,7 @@ def _add_race(
         repeats=mismatch.repeats,
         doubt=None if seen_on_all else "race-not-seen",
     )
-    op, frame, order = _odd_op(mismatch), race.main.source, _order(mismatch)
+    op, frame, order = mismatch.own, race.main.source, _order(mismatch)
     case = Case(cause, op, frame, blocked=blocked, order=order, mismatch=mismatch)
     context.cases.append(case)
 
@@ -335,16 +321,15 @@ def _ended_by_it(context: Context, ranks: Iterable[int]) -> list[int]:
     ]
 
 
-def _paths(context: Context, mismatch: RecordMismatch, op: Collective) -> tuple[Path, Path]:
+def _paths(context: Context, mismatch: RecordMismatch) -> tuple[Path, Path]:
     """Return the call paths of the first culprit and of the others, from where they part."""
-    culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
-    other = next(iter(mismatch.others), None)
-    if other is None:
+    op, usual = mismatch.own, mismatch.usual
+    if usual is None:
         return path_of(op), Path(None, "", "")
-    usual = mismatch.ops[other]
     if mismatch.pair is not None:
         return path_of(op), path_of(usual)
-    return parting_paths_of_ranks(context.job, culprit, op, other, usual)
+    culprit = next(rank for rank, own in mismatch.ops.items() if own is op)
+    return parting_paths_of_ranks(context.job, culprit, op, mismatch.others[0], usual)
 
 
 def has_one_side(mismatch: RecordMismatch) -> bool:

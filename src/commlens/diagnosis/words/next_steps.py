@@ -327,12 +327,11 @@ def raised_step(raised: Collective, ranks: Sequence[int]) -> str:
     )
 
 
-def mismatch_step(
-    mismatch: RecordMismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]
-) -> str:
+def mismatch_step(mismatch: RecordMismatch, paths: tuple[Path, Path]) -> str:
     """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and
     the others part.
     """
+    first, usual = mismatch.own, mismatch.usual
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
     mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
     left_out = shift.skipped if shift is not None and shift.by > 0 else usual
