@@ -178,10 +178,8 @@ def activity_of(
     frames = stack.frames if stack is not None else ()
     doing = _suspended(log.observation, frame)
     if doing is None:
-        kind = classify_frames(log, frames)
         active_ns_ago = quiet_ns if quiet_ns < stalled_after_ns else 0
-        doing = _running(log, end, frames, kind, frame, active_ns_ago)
-        doing.stack = kind
+        doing = _running(log, end, frames, frame, active_ns_ago)
     doing.for_ns = quiet_ns if quiet_ns > stalled_after_ns else 0
     return doing
 
@@ -203,12 +201,7 @@ def _suspended(seen: Observation, frame: Frame | None) -> Activity | None:
 
 
 def _running(
-    log: RankLog,
-    end: ProcessExit,
-    frames: Stack,
-    kind: FrameClass,
-    frame: Frame | None,
-    active_ns_ago: int,
+    log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None, active_ns_ago: int
 ) -> Activity:
     """Classify a process that could run, by its frames and its movement.
 
@@ -216,62 +209,52 @@ def _running(
         log: the rank's log.
         end: alive, or terminated from outside.
         frames: the main thread's stack.
-        kind: its class.
         frame: the user's innermost frame.
         active_ns_ago: when the rank was last active, if that was recently; else 0.
     """
+    kind = classify_frames(log, frames)
     why: Why = kind.why or ("user-code" if frame is not None else "unknown")
-    signs, moves, watched = movement(log)
-    state: State = "runs" if log.source or frames or log.collectives else "not-initialised"
+    signs, works, watched = movement(log)
+    doing = Activity(why, works, "runs", frame, signs, watched, stack=kind)
     if log.expecting is not None:
-        why = kind.why or "user-code"
-        expecting = log.expecting
-        return Activity(why, True, "expected-slow", frame, signs, watched, expecting=expecting)
-    if end.kind == "terminated":
-        return Activity(why, False, "was-ended", frame, [Sign("exit", exit=end)], watched)
-    if log.left and log.collectives:  # it cannot take part in any more, whatever it does
-        return Activity(why, False, "left", frame, signs, True)
-    if watched and serves(frames):
-        return Activity(why, True, "serves", frame, signs, watched, unclear=not moves)
-    return _as_seen(log, kind, frame, active_ns_ago, why, state)
+        doing.why = kind.why or "user-code"
+        doing.works, doing.state, doing.expecting = True, "expected-slow", log.expecting
+    elif end.kind == "terminated":
+        doing.works, doing.state, doing.signs = False, "was-ended", [Sign("exit", exit=end)]
+    elif log.left and log.collectives:  # it cannot take part in any more, whatever it does
+        doing.works, doing.state, doing.observed = False, "left", True
+    elif watched and serves(frames):
+        doing.works, doing.state, doing.unclear = True, "serves", not works
+    elif not (log.source or frames or log.collectives):
+        doing.state = "not-initialised"
+        if not works:
+            doing.why, doing.works = "initialising", not watched
+    elif not works:
+        _explain_standing_still(doing, log, active_ns_ago)
+    return doing
 
 
-def _as_seen(
-    log: RankLog, kind: FrameClass, frame: Frame | None, active_ns_ago: int, why: Why, state: State
-) -> Activity:
-    """Classify a process that could run by its movement alone."""
-    signs, moves, watched = movement(log)
-    if moves:
-        return Activity(why, True, state, frame, signs, watched)
-    if state == "not-initialised":
-        return Activity("initialising", not watched, state, None, signs, watched)
-    if active_ns_ago > 0:
-        signs = [*signs, Sign("active-before", active_ns_ago / 1e9)]
-        return Activity(kind.why or "user-code", True, state, frame, signs, watched)
-    return _standing_still(log, kind, frame, signs, watched=watched)
-
-
-def _standing_still(
-    log: RankLog, kind: FrameClass, frame: Frame | None, signs: list[Sign], *, watched: bool
-) -> Activity:
-    """Classify a process that could run and shows no movement."""
+def _explain_standing_still(doing: Activity, log: RankLog, active_ns_ago: int) -> None:
+    """Set why a process that could run does not move, as far as it is known."""
     seen = log.observation
-    otherwise: Why = "user-code" if frame is not None else "unknown"
-    why = kind.why or otherwise
-    if seen.proc_state == "D":
-        signs = [Sign("process-state", about="D"), *signs]
-        return Activity("uninterruptible-io", False, "uninterruptible", frame, signs, True)
-    if is_short_of_memory(seen):
-        signs = [Sign("waited-for-memory", seen.memory_pressure or 0.0), *signs]
-        return Activity("memory-pressure", False, "runs", frame, signs, watched)
-    if is_locked_out(log):
-        return Activity(otherwise, False, "runs", frame, signs, watched)
-    if seen.unsent_bytes:
-        signs.append(Sign("unsent-bytes", seen.unsent_bytes))
-    if seen.unsent_bytes or why in ("compilation", "initialising", "checkpoint-io"):
-        signs += [kind.sign] if kind.why is not None else []
-        return Activity(why, True, "runs", frame, signs, watched, unclear=watched)
-    return Activity(why, False, "runs", frame, signs, watched)
+    if active_ns_ago > 0:
+        doing.why, doing.works = doing.stack.why or "user-code", True
+        doing.signs.append(Sign("active-before", active_ns_ago / 1e9))
+    elif seen.proc_state == "D":
+        doing.why, doing.state, doing.observed = "uninterruptible-io", "uninterruptible", True
+        doing.signs.insert(0, Sign("process-state", about="D"))
+    elif is_short_of_memory(seen):
+        doing.why = "memory-pressure"
+        doing.signs.insert(0, Sign("waited-for-memory", seen.memory_pressure or 0.0))
+    elif is_locked_out(log):
+        doing.why = "user-code" if doing.frame is not None else "unknown"
+    elif seen.unsent_bytes or doing.why in ("compilation", "initialising", "checkpoint-io"):
+        # these may wait for a disk or a server, without a sign of it
+        doing.works, doing.unclear = True, doing.observed
+        if seen.unsent_bytes:
+            doing.signs.append(Sign("unsent-bytes", seen.unsent_bytes))
+        if doing.stack.why is not None:
+            doing.signs.append(doing.stack.sign)
 
 
 # --- how long a rank has been outside of collectives
