@@ -146,7 +146,7 @@ def _what_keeps_inside(
     else:
         held_up = (rank for rank, doing in activities.items() if doing.why in _HELD_UP)
         culprits = [rank for rank in held_up if not activities[rank].works]
-        victims = [rank for rank in blocked if rank not in culprits]
+        victims = sorted(set(blocked) - set(culprits))
     if culprits:
         doing = activities[culprits[0]]
         inside = partial(inside, victims=victims)
