@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -17,13 +17,14 @@ from commlens.check.schedule import RULES, Op, Outcome, RankState, Rules, schedu
 from commlens.check.sequence import Guess, Issue, RankSequence
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
 from commlens.diagnosis.live import find_swaps
-from commlens.model.cause import Fewer
+from commlens.model.cause import Fewer, Kind
 from commlens.model.collective import Channel, Collective, LearnedHow, State
 from commlens.model.ops import key_kind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.verdict import Finding, Verdict
 
-_NEEDS_SOMEONE_STUCK = ("missing", "cycle", "stuck", "waiting", "unrecorded")
+# faults of these kinds are none in a program in which no rank waits for ever
+_FAULTS_OF_WAITING_RANKS: Final[tuple[Kind, ...]] = ("missing", "cycle", "stuck-inside")
 
 
 class Checked(NamedTuple):
@@ -33,7 +34,9 @@ class Checked(NamedTuple):
     """The job at the moment when no rank goes on, with the verdict, for reports."""
     outcome: Outcome
     hinges_on_numbers: bool = False
-    """The verdict is open only because of numbers that were read and that may decide nothing."""
+    """The only doubt left: the program branched on numbers that commlens could not compute, and the
+    branch may not matter.
+    """
     classes: Classes | None = None
     """None if all ranks were run."""
 
@@ -63,24 +66,25 @@ def judge(sequences: Mapping[int, RankSequence], *, backend: str = "", script: s
     backend = backend or _asked(sequences)
     outcome, examined = _examine(sequences, RULES[backend], script)
     found = examined.verdict
-    steps = min((sequence.steps for sequence in sequences.values()), default=0)
-    limits = words.limits(sequences, outcome)
-    fault = found.is_fault and (bool(outcome.stuck) or found.kind not in _NEEDS_SOMEONE_STUCK)
     reached = {rank: _reached(state, found) for rank, state in outcome.ranks.items()}
     decisions = _decisions(outcome, found.culprits, reached)
     guesses = _guesses(outcome, found.culprits, reached)
     certain_but_for_numbers = not guesses and all(each.replaceable for each in decisions)
-    hinges_on_numbers = fault and bool(decisions) and certain_but_for_numbers
-    guesses += [Guess("value", (each.frame,)) for each in decisions]
-    if fault and guesses:
-        verdict = words.unproven(found, guesses)
-    elif fault:
-        verdict = words.fault(found, outcome, backend)
-    else:
-        found.findings += _latent(examined, sequences) if certain_but_for_numbers else []
-        verdict = words.no_fault(found, sequences, outcome, backend, steps)
+    is_fault = found.is_fault and (
+        bool(outcome.stuck) or found.kind not in _FAULTS_OF_WAITING_RANKS
+    )
+    if not is_fault:
+        if certain_but_for_numbers:
+            found.findings += _latent(examined, sequences)
+        verdict = words.no_fault(found, sequences, outcome, backend)
         verdict.explanation = _sentence_on_other_backend(sequences, backend, script)
-    verdict.missing_evidence = [*verdict.missing_evidence, *limits]
+    elif guesses or decisions:
+        values = [Guess("value", (each.frame,)) for each in decisions]
+        verdict = words.unproven(found, [*guesses, *values])
+    else:
+        verdict = words.fault(found, outcome, backend)
+    verdict.missing_evidence = [*verdict.missing_evidence, *words.limits(sequences, outcome)]
+    hinges_on_numbers = is_fault and bool(decisions) and certain_but_for_numbers
     return Checked(examined._replace(verdict=verdict), outcome, hinges_on_numbers)
 
 
@@ -159,9 +163,9 @@ def _reached(state: RankState, found: Verdict) -> _Reached:
 def _decisions(
     outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
 ) -> list[BranchLine]:
-    """Return the values by which ranks may have taken other branches than in a real run, or by
-    which the culprits may have failed: a rank that runs alone fails at an assertion about a value
-    that other ranks send.
+    """Return the branches that ranks may take differently in a real run, and those by which the
+    culprits may have failed: a rank that runs alone fails at an assertion about a value that other
+    ranks send.
     """
     states = outcome.ranks
     doubtful = doubtful_decisions(
@@ -185,9 +189,9 @@ def _failed(outcome: Outcome, culprits: Sequence[int]) -> list[RankSequence]:
 def _guesses(
     outcome: Outcome, culprits: Sequence[int], reached: Mapping[int, _Reached]
 ) -> list[Guess]:
-    """Return the program's guesses, and the files by which ranks may have taken other branches than
-    in a real run, or by which the culprits may have failed: a rank that runs alone does not find a
-    file that other ranks write.
+    """Return the guesses on which the fault depends, and the files because of which ranks may take
+    other branches in a real run, or the culprits may have failed: a rank that runs alone does not
+    find a file that other ranks write.
     """
     states = outcome.ranks
     guesses = [
@@ -261,6 +265,7 @@ def _first_of_each_kind(writes: list[Op]) -> list[Op]:
 
 
 def _at(moment: int) -> int:
+    """Return the time of a moment of the schedule; 0 if it is 0, which stands for never."""
     return _BEGAN_NS + moment if moment else 0
 
 
@@ -284,7 +289,6 @@ def _log(
             ended_ns=_at(state.ended_at),
             seen_ns=now,
         )
-    came_to_the_cut = sequence.cut_off and state.ended_at > 0 and not state.blocked_in
     main = next((op.issue_thread for op in (*setups, *ops)), 1)
     return RankLog(
         rank=sequence.rank,
@@ -305,7 +309,7 @@ def _log(
         left=state.has_ended and sequence.left,
         exception=sequence.exception if state.has_ended else None,
         exception_stack=sequence.exception_stack if state.has_ended else (),
-        hazards=sequence.hazards if state.has_ended or came_to_the_cut else [],
+        hazards=sequence.hazards if state.has_ended or state.came_to_cut else [],
         initialised=any(op.state is State.COMPLETED for op in setups),
         observation=observation,
         script=script,

@@ -114,6 +114,11 @@ class RankState:
         cut = self.sequence.cut_off or bool(self.sequence.problem)
         return self.ended_at > 0 and not cut and not self.blocked_in
 
+    @property
+    def came_to_cut(self) -> bool:
+        """Whether the rank has come to where its sequence was cut off."""
+        return self.sequence.cut_off and self.ended_at > 0 and not self.blocked_in
+
 
 @dataclass
 class Outcome:

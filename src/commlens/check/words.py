@@ -73,9 +73,9 @@ def no_fault(
     sequences: Mapping[int, RankSequence],
     outcome: Outcome,
     backend: str,
-    steps: int,
 ) -> Verdict:
     """Return the verdict on a program in which nothing is wrong."""
+    steps = min((sequence.steps for sequence in sequences.values()), default=0)
     ranks = count(len(sequences), "rank")
     of = f"{count(steps, 'step')} of {ranks}" if steps else ranks
     problems = {rank: sequence.problem for rank, sequence in sequences.items() if sequence.problem}
