@@ -44,36 +44,34 @@ class Path(NamedTuple):
 def parting_paths_of_ranks(
     job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
 ) -> tuple[Path, Path]:
-    """Return the paths to the collectives of two ranks that met, from where they part; their own
-    lines if they do not part.
+    """Return the paths to the collectives of ``rank`` and of ``rank_met``, from where they part;
+    their own lines if they do not part.
 
     Ranks may legally come to one collective by different paths (``if rank == 0: ... else: ...``).
-    So a rank's path is compared with the one by which it used to meet the others at the line where
-    they are now, if it did.
+    So the rank's stack is compared with its own usual one: that with which it used to meet the
+    other rank at the line where the other rank is now, if it did.
     """
     usual = _usual_stack(job, rank, own, rank_met, other)
-    paths = parting_paths(own.stack, usual)
-    if paths is None or parting_paths(own.stack, other.stack) is None:
+    from_usual, from_other = parting_paths(own.stack, usual), parting_paths(own.stack, other.stack)
+    if from_usual is None or from_other is None:
         return path_of(own), path_of(other)
-    mine, theirs = paths
+    mine = from_usual[0]
     line = _new_line(job, rank, own, other)
     if line is not None:
         mine = mine._replace(line=line, place=frame_phrase(line))
     if usual == other.stack:
-        return mine, theirs
-    # the other rank's own lines, from the first one that is on the usual path on
+        return mine, from_other[1]
+    # from the first line on that this rank would have reached by its usual path, if there is one
     lines = [*user_lines(other.stack)][::-1]
-    own_part = [*dropwhile(lambda frame: frame not in usual or frame in own.stack, lines)]
-    if own_part:
-        return mine, _path(own_part, own.stack, None)
-    return mine, theirs._replace(line=other.source)
+    missed = [*dropwhile(lambda frame: frame not in usual or frame in own.stack, lines)]
+    return mine, _path(missed, own.stack, None) if missed else from_other[1]
 
 
 def _usual_stack(
     job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective
 ) -> Stack:
-    """Return the stack with which the rank used to meet the others at the line where they are now;
-    theirs if it never did.
+    """Return the stack with which the rank used to meet the other rank at the line where the other
+    rank is now; the other rank's stack if it never did.
     """
     key, lines = own.channel.key, [*user_lines(other.stack)]
     mine, theirs = job.views[rank], job.views[rank_met]
@@ -93,7 +91,7 @@ def _earlier_numbers(op: Collective) -> range:
 
 def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> Frame | None:
     """Return the innermost line on a rank's path on which it has not been before; None if it has
-    been on all.
+    been on all, or if none of its earlier collectives is recorded.
     """
     ops = (job.views[rank].op_at(own.channel.key, number) for number in _earlier_numbers(own))
     stacks = [op.stack for op in ops if op is not None]
@@ -110,22 +108,22 @@ def parting_paths(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     """Return two paths from where they part; None if they are the same, or have no outermost
     function in common.
     """
-    mine, inside, outside = _differing_frames(own, other)
-    common = len(mine) - len(inside)
+    mine, only_mine, only_theirs = _differing_frames(own, other)
+    common = len(mine) - len(only_mine)
     if not common and not branch_in_one_function(own, other):
         return None
     last = next((frame for frame in reversed(mine[:common]) if frame.kind is FrameKind.USER), None)
-    alone = not any(user_lines((*inside, *outside)))
-    paths = _path(inside, other, last, alone=alone), _path(outside, own, last, alone=alone)
+    alone = not any(user_lines((*only_mine, *only_theirs)))
+    paths = _path(only_mine, other, last, alone=alone), _path(only_theirs, own, last, alone=alone)
     return paths if paths[0].phrase != paths[1].phrase else None
 
 
 def branch_in_one_function(own: Stack, other: Stack) -> bool:
     """Return whether two stacks part at two lines of one function."""
-    _, inside, outside = _differing_frames(own, other)
-    return bool(inside and outside) and (inside[0].file, inside[0].function) == (
-        outside[0].file,
-        outside[0].function,
+    _, only_mine, only_theirs = _differing_frames(own, other)
+    return bool(only_mine and only_theirs) and (only_mine[0].file, only_mine[0].function) == (
+        only_theirs[0].file,
+        only_theirs[0].function,
     )
 
 

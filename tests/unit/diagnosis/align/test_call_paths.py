@@ -296,3 +296,30 @@ def test_a_branch_is_known_where_two_lines_of_one_function_part(
     own: tuple[Frame, ...], other: tuple[Frame, ...], known: bool
 ) -> None:
     assert branch_in_one_function(own, other) == known
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_the_other_ranks_never_get_the_path_of_a_branch_that_they_do_not_take(steps: bool) -> None:
+    """``if rank == 0: first() else: others()``, and rank 0 then leaves its routine."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        function, line = ("first", 60) if rank == 0 else ("others", 62)
+        for i in range(8):
+            yield all_reduce(
+                job.world, 100, line=line + 20, function=function, callers=path((line, "train"))
+            )
+            if steps:
+                yield Step()
+            if (rank, i) == (0, 5):
+                yield all_reduce(
+                    job.world,
+                    1,
+                    line=5,
+                    function="reduce",
+                    callers=path((44, "evaluate"), (70, "train")),
+                )
+
+    verdict = diagnose_logs(Job(4).run(program).logs())
+    assert verdict.culprits == [0]
+    assert "SUM at train.py:62 train -> train.py:82 others" in verdict.explanation
+    assert "first" not in verdict.explanation + verdict.next_step
