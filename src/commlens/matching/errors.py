@@ -31,7 +31,8 @@ class Claim(NamedTuple):
 
     about: About
     own: int = -1  # the rank that raised it, according to the text
-    values: tuple[tuple[int, str], ...] = ()  # what ranks did, where they differ
+    # what two ranks did, where they differ: first the rank that raised the error, then the other
+    values: tuple[tuple[int, str], ...] = ()
     ranks: tuple[int, ...] = ()  # the ranks that failed, or did not come
     error: str = ""  # the error of the first of them; of a worker, how it ended; of sizes, both
     file: str = ""  # that a rank failed on in a checkpoint

@@ -17,7 +17,16 @@ from commlens.diagnosis.causes.context import Case, Context, collective_of, proc
 from commlens.diagnosis.causes.dead import is_absorbed
 from commlens.diagnosis.graph.wait_graph import WaitNode
 from commlens.matching.errors import Claim, claim_of
-from commlens.model.cause import ErrorReport, Kind, Missing, RankWait, Refused, Side, ToldByErrors
+from commlens.model.cause import (
+    Cause,
+    ErrorReport,
+    Kind,
+    Missing,
+    RankWait,
+    Refused,
+    Side,
+    ToldByErrors,
+)
 from commlens.model.collective import Collective
 from commlens.model.grouping import grouped
 from commlens.model.refusal import Refusal
@@ -28,6 +37,7 @@ _KINDS: dict[ErrorReport, Kind] = {
     "dtype": "mismatch/dtype",
     "parameters": "mismatch/shape",
 }
+_OF_ARGUMENTS: Kind = "mismatch/op"  # of a user's function: structure, value, argument
 
 
 def find_told_by_errors(context: Context, sinks: Mapping[int, WaitNode]) -> frozenset[int]:
@@ -74,7 +84,9 @@ def _claims(context: Context) -> dict[ErrorReport, dict[int, Claim]]:
 def _differ(
     context: Context, report: ErrorReport, claims: Mapping[int, Claim], blocked: list[int]
 ) -> ToldByErrors:
-    """Return ranks that differ: the minority of those whose actions the texts tell."""
+    """Return the cause of errors that say that ranks differ. It blames the minority of the ranks
+    whose actions the texts tell.
+    """
     values = {(value, rank) for claim in claims.values() for rank, value in claim.values}
     by_value = grouped(sorted(values))
     sides = [Side(ranks, value) for value, ranks in by_value.items()]
@@ -103,8 +115,8 @@ def _is_contradicted(claims: Mapping[int, Claim]) -> bool:
     rank, although DDP refuses a model without parameters before; or it read another number than
     that rank's own error says.
     """
-    own = {rank: value for claim in claims.values() for rank, value in claim.values[:1]}
-    read = {told for claim in claims.values() for told in claim.values[1:]}
+    own = dict(claim.values[0] for claim in claims.values())
+    read = {claim.values[1] for claim in claims.values()}
     counts = [(rank, value) for rank, value in read if value.endswith(" parameters")]
     return any(value == "0 parameters" or own.get(rank, value) != value for rank, value in counts)
 
@@ -112,8 +124,8 @@ def _is_contradicted(claims: Mapping[int, Claim]) -> bool:
 def _not_exchanged(
     context: Context, claims: Mapping[int, Claim], blocked: list[int]
 ) -> ToldByErrors:
-    """Return ranks that read wrong numbers of one another: no model is known to differ. A rank that
-    failed by itself did not send its numbers.
+    """Return the cause of ranks that read wrong numbers of one another: no model is known to
+    differ. A rank that failed by itself did not send its numbers.
     """
     raised, views = sorted(claims), context.job.views
     failed = any(view.exit.kind == "own" for rank, view in views.items() if rank not in claims)
@@ -138,7 +150,7 @@ def _are_global(claims: Mapping[int, Claim]) -> bool:
 
 
 def _failed(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
-    """Return the ranks that failed according to the errors of all ranks that raised one."""
+    """Return the cause of a failed checkpoint: it blames the ranks that all errors name."""
     named = sorted(set.intersection(*(set(claim.ranks) for claim in claims.values())))
     # else the numbers may be those of a smaller group's ranks
     culprits = named if set(named) <= set(claims) else []
@@ -161,7 +173,7 @@ def _failed(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
 
 
 def _absent(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
-    """Return the ranks that did not come to a barrier, according to the error of its first rank."""
+    """Return the cause of a barrier to which ranks did not come, as its first rank's error says."""
     named = sorted({rank for claim in claims.values() for rank in claim.ranks})
     global_ranks = _are_global(claims)
     raised = sorted(claims)
@@ -183,8 +195,8 @@ def _absent(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
 
 
 def _too_large(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
-    """Return ranks that received more than they expect. Their errors do not show whether they or
-    the senders are wrong.
+    """Return the cause of ranks that received more than they expect. Their errors do not show
+    whether they or the senders are wrong.
     """
     raised = sorted(claims)
     return ToldByErrors(
@@ -201,7 +213,7 @@ def _too_large(claims: Mapping[int, Claim], blocked: list[int]) -> ToldByErrors:
     )
 
 
-_OF_ARGUMENTS: Kind = "mismatch/op"  # of a user's function: structure, value, argument
+# --- refusals of strict verification
 
 
 def refused_ranks(context: Context) -> dict[int, Refusal]:
@@ -221,8 +233,9 @@ def named_absent(context: Context) -> set[int]:
 def demote_refused(context: Context) -> None:
     """Demote causes that blame ranks only because a refusal ended them.
 
-    A refusal names the rank that is the cause, or a cycle. A rank that raised one and is not named
-    was waiting, unless most ranks have finished: a refusal names only one of them.
+    A refusal names the rank that is the cause, or a cycle. A rank that raised a refusal but is
+    named in none was only waiting. If several ranks finished, this does not hold: a refusal names
+    just one of them.
     """
     refusals = refused_ranks(context)
     named = named_absent(context)
@@ -230,15 +243,19 @@ def demote_refused(context: Context) -> None:
         if not cause.root_cause or cause.kind not in ("missing", "stuck-inside", "waiting"):
             continue
         if not cause.culprits and cause.why == "finished" and named & {*cause.victims}:
-            # a tie for the records: the refusal decides
-            cause.culprits = sorted(named & {*cause.victims})
-            cause.victims = sorted({*cause.victims} - named)
-            cause.confidence = "medium"
-            cause.blamed_by = "exit"
+            _decide_tie(cause, named)
         # others finished as well as the rank that a refusal names
         others = isinstance(cause, Missing) and cause.why == "finished" and {*cause.ranks} > named
         if not others and {*cause.culprits} <= {*refusals} - named:
             cause.root_cause = not _were_only_refused([refusals[rank] for rank in cause.culprits])
+
+
+def _decide_tie(cause: Cause, named: set[int]) -> None:
+    """Blame those of the ranks that refusals name: the records do not show which side is wrong."""
+    cause.culprits = sorted(named & {*cause.victims})
+    cause.victims = sorted({*cause.victims} - named)
+    cause.confidence = "medium"
+    cause.blamed_by = "exit"
 
 
 def _were_only_refused(refusals: Sequence[Refusal]) -> bool:
@@ -294,8 +311,8 @@ def find_refused(context: Context) -> None:
         )
         case = RefusedCase(cause, refusal=cycle)
     else:
-        # No record explains it: a call of a user's function. The ranks may have raised different
-        # ones: that of the first is told.
+        # No record explains it: a call of a user's function. If the ranks raised different
+        # refusals, report the lowest rank's.
         first, line = refusals[raised[0]], context.job.views[raised[0]].exit.source
         cause = refused(
             kind=_kind_of(first),
@@ -316,19 +333,21 @@ def _refused_absent(
     op: Collective | None,
     raised: list[int],
 ) -> Refused:
-    """Return the ranks that refusals report as ended or absent, if no record shows their end."""
-    known = [rank for rank in absent if rank in context.job.views]
-    finished = known and context.job.views[known[0]].exit.kind in ("leaving", "clean")
-    ended = refusal.kind == "dead"
+    """Return the cause of refusals that report ranks as ended or absent, if no record shows it."""
+    views = context.job.views
+    finished = all(
+        rank in views and views[rank].exit.kind in ("leaving", "clean") for rank in absent
+    )
+    is_dead = refusal.kind == "dead"
     return Refused(
-        kind="dead" if ended else "missing",
+        kind="dead" if is_dead else "missing",
         why="finished" if finished else "unknown",
         root_cause=True,
         culprits=list(absent),
-        blamed_by="exit" if ended else "absence",
+        blamed_by="exit" if is_dead else "absence",
         victims=list(raised),
         confidence="medium",
-        refused_for="ended" if ended else "not-arrived",
+        refused_for="ended" if is_dead else "not-arrived",
         raised=raised,
         absent=absent,
         processes=processes_of(context, absent),

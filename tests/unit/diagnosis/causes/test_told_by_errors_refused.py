@@ -352,6 +352,26 @@ def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
     )
 
 
+@pytest.mark.parametrize(("closed", "why"), [((1, 2), "finished"), ((1,), "unknown")])
+def test_ranks_have_finished_only_if_each_of_them_is_known_to(
+    closed: tuple[int, ...], why: str
+) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4):
+            yield all_reduce(job.world, 8, line=10)
+
+    logs = Job(4).run(program).logs()
+    for log in logs:
+        log.closed = log.rank in closed
+        log.observation = Observation(End.RUNNING)
+        if log.rank not in (1, 2):
+            log.exception = "DistributedOperationException: some words"
+            log.refusal = Refusal("dead", absent=(1, 2))
+            log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.why) == ("dead", [1, 2], why)
+
+
 def test_a_rank_that_a_refusal_ended_is_not_the_one_that_others_wait_for() -> None:
     """Rank 2 raised the refusal of a message, while rank 0 still waits in a collective."""
 
