@@ -45,7 +45,9 @@ EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 
 # last change of the main thread's stack, CLOCK_MONOTONIC ns; 0: unknown
 MAIN_STACK_SINCE: Final = 352
 RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, if learned after creation; else 0
-TIMEOUT_MS: Final = 368  # of the default process group; 0: unknown
+# of the process group of the oldest record in flight, if that runs on a device, else of the default
+# process group; 0: unknown
+TIMEOUT_MS: Final = 368
 SETUP: Final = 376  # blob {"k": "setup"}: the newest call that makes a process group; 0: none yet
 # its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
 SETUP_SINCE: Final = 384

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from commlens.blackbox import layout as L
-from commlens.capture import connections, stacks
+from commlens.capture import connections, rank_environment, stacks
 from commlens.capture.recorder import Recorder
 from commlens.tap import torch_patches
 from commlens.tap.token import CallVerifier, Token
@@ -26,6 +26,7 @@ log = logging.getLogger("commlens")
 
 TICK_S = 0.25
 STACKS_EVERY_NS = 1_000_000_000
+QUIET_NS = 500_000_000  # without a new record, after which stacks are read
 REPORT_REFUSAL_AFTER_NS = 1_000_000_000
 NEWEST_RECORDS = 512
 _monotonic = time.monotonic_ns
@@ -53,6 +54,7 @@ class Watchdog:
         self._idle_since = _monotonic()
         self._stacks_at = 0
         self._main_hash = 0
+        self._timeout_ms = 0  # as written into the box; 0: that of the default group
         self._refused_since = 0
         self._reported = ""
         # the newest record and the number of refusals when refused groups were last looked for
@@ -70,11 +72,11 @@ class Watchdog:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        if self._pipe_descriptor >= 0:
-            os.close(self._pipe_descriptor)
-            self._pipe_descriptor = -1
-            if self._pipe is not None:
-                self._pipe.unlink(missing_ok=True)
+        if self._pipe_descriptor >= 0 and self._pipe is not None:
+            self._pipe.unlink(missing_ok=True)
+            if not self._thread.is_alive():  # else it may be about to read
+                os.close(self._pipe_descriptor)
+                self._pipe_descriptor = -1
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -106,21 +108,19 @@ class Watchdog:
             self._idle_since = now
             writer.word(L.MAIN_STACK_SINCE, 0)
             self._main_hash = 0
-        elif (
-            now - self._idle_since >= STACKS_EVERY_NS // 2
-            and now - self._stacks_at >= STACKS_EVERY_NS
-        ):
+        elif now - self._idle_since >= QUIET_NS and now - self._stacks_at >= STACKS_EVERY_NS:
             self._write_stacks(now)
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
             waits = list(torch_patches.waits_in_cpp.values())
-            # issued by the C++ that waits for it
+            # the C++ code that waits for it has issued it itself
             if oldest is not None and waits and oldest.since >= min(waits):
                 recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
-            self._follow_refusal(recorder.verifier, oldest or recorder.device_queues.oldest(), now)
+            is_waiting = (oldest or recorder.device_queues.oldest()) is not None
+            self._follow_refusal(recorder.verifier, now, is_waiting=is_waiting)
 
-    def _follow_refusal(self, verifier: CallVerifier, oldest: Token | None, now: int) -> None:
+    def _follow_refusal(self, verifier: CallVerifier, now: int, *, is_waiting: bool) -> None:
         """Wake a thread that waits in the backend's C++ for a collective that another rank refused;
         log the refusal if none raises it.
         """
@@ -132,7 +132,7 @@ class Watchdog:
             self._refused_since = now
             return
         looked_at = (self._recorder.writer.last_index, verifier.posted_refusals)
-        if oldest is not None and looked_at != self._looked_at:
+        if is_waiting and looked_at != self._looked_at:
             self._looked_at = looked_at
             self._abort_refused_groups(verifier)
         if now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
@@ -166,28 +166,28 @@ class Watchdog:
                 ).start()
 
     def _write_oldest(self, oldest: Token | None) -> None:
-        """Write the oldest collective in flight: of those that a thread may wait for, else of those
-        on a device.
+        """Write the oldest call in flight: a library's call, or the oldest collective that a thread
+        may wait for, without one the oldest on a device.
         """
         writer, queues = self._recorder.writer, self._recorder.device_queues
-        call, first = self._recorder.library_calls.oldest(), oldest or queues.oldest()
-        if call is not None and (first is None or call.since < first.since):
-            writer.word(L.EXPIRES, L.NEVER)
-            writer.word(L.OLDEST_SINCE, call.since)
-            writer.word(L.OLDEST_INDEX, call.index)
-            return
-        since = oldest.since if oldest is not None else 0
-        expires = 0
-        if oldest is None and (oldest := queues.oldest()) is not None:
-            since = queues.waits_since(oldest)
-            timeout_ms = oldest.args.channel.backend.timeout_ms
-            if timeout_ms:
-                writer.word(L.TIMEOUT_MS, timeout_ms)
-                # torch's watchdog counts from the call
-                expires = oldest.since + timeout_ms * 1_000_000
+        call, on_device = self._recorder.library_calls.oldest(), queues.oldest()
+        collective = oldest or on_device
+        since = index = expires = timeout_ms = 0
+        if call is not None and (collective is None or call.since < collective.since):
+            since, index, expires = call.since, call.index, L.NEVER
+        elif oldest is not None:
+            since, index = oldest.since, oldest.index
+        elif on_device is not None:
+            since, index = queues.waits_since(on_device), on_device.index
+            timeout_ms = on_device.args.channel.backend.timeout_ms
+            # torch's watchdog counts from the call
+            expires = on_device.since + timeout_ms * 1_000_000 if timeout_ms else 0
+        if timeout_ms != self._timeout_ms:
+            self._timeout_ms = timeout_ms
+            writer.word(L.TIMEOUT_MS, timeout_ms or rank_environment.default_timeout_ms())
         writer.word(L.EXPIRES, expires)
         writer.word(L.OLDEST_SINCE, since)
-        writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)
+        writer.word(L.OLDEST_INDEX, index)
 
     def _write_stacks(self, now: int) -> None:
         self._stacks_at = now

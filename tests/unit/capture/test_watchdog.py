@@ -4,6 +4,7 @@ once, and does not wait for that.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("torch")
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.reader import read_status
+from commlens.capture import rank_environment
 from commlens.capture.device_queues import DeviceQueues
 from commlens.capture.library_calls import LibraryCalls
 from commlens.capture.watchdog import Watchdog
@@ -78,6 +80,61 @@ def test_the_oldest_of_a_librarys_call_and_a_collective_on_a_device_is_written(
     assert written() == (5, now + 2000, L.NEVER), "torch's watchdog knows nothing of the call"
     heads[0] = SimpleNamespace(**{**vars(on_device), "since": now + 3000})
     assert written() == (5, now + 2000, L.NEVER)
+
+
+def test_the_timeout_is_that_of_the_oldest_group_only_while_it_has_the_oldest_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_environment, "default_timeout_ms", lambda: 600_000)
+    writer = new_box(tmp_path, capacity=16)
+    writer.word(L.TIMEOUT_MS, 600_000)
+    channel = SimpleNamespace(backend=SimpleNamespace(timeout_ms=30_000))
+    on_device = SimpleNamespace(since=1, index=4, args=SimpleNamespace(channel=channel))
+    heads: list[Any] = [on_device]
+    recorder: Any = SimpleNamespace(
+        writer=writer,
+        device_queues=SimpleNamespace(oldest=lambda: heads[0], waits_since=lambda one: one.since),
+        library_calls=SimpleNamespace(oldest=lambda: None),
+    )
+    watchdog = Watchdog(recorder)
+    of_a_thread: Any = SimpleNamespace(since=2, index=5)
+
+    def timeout_s(oldest: Any) -> float:
+        watchdog._write_oldest(oldest)
+        return read_status(writer.path.read_bytes()[: L.HEADER_SIZE]).timeout_s
+
+    assert timeout_s(None) == 30.0
+    heads[0] = None
+    assert timeout_s(of_a_thread) == 600.0
+    assert timeout_s(None) == 600.0
+
+
+def test_a_thread_that_does_not_end_keeps_its_pipe(tmp_path: Path) -> None:
+    """Another file might get the number of a descriptor that is closed."""
+    in_tick, may_end = threading.Event(), threading.Event()
+
+    def tick(now: int) -> None:
+        in_tick.set()
+        may_end.wait()
+
+    recorder: Any = SimpleNamespace(
+        writer=new_box(tmp_path, capacity=16),
+        sweep=lambda: None,
+        decode_reduce_ops=lambda: None,
+    )
+    watchdog = Watchdog(recorder, pipe=tmp_path / "pipe", on_tick=tick)
+    watchdog.start()
+    descriptor = watchdog._pipe_descriptor
+    try:
+        assert in_tick.wait(BRIEFLY_S)
+        watchdog.stop(timeout=0.01)
+        os.fstat(descriptor)
+        assert not (tmp_path / "pipe").exists()
+    finally:
+        may_end.set()
+        watchdog.stop(timeout=BRIEFLY_S)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
 
 
 def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> None:
