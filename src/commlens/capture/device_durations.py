@@ -1,10 +1,11 @@
 """How long collectives and messages took on the device, as torch's own recorder measured them.
 
 With ``TORCH_NCCL_ENABLE_TIMING=1``, torch's watchdog thread keeps the duration of each collective
-that has ended. They are read from the recorder's entries, every 5 s or less often: a reading keeps
-the GIL, and may take at most 0.1% of the time. A reading also queries the events of what is in
-flight, as torch's watchdog does all the time. That breaks the capture of a CUDA graph, so a process
-that captures one is never read again. Backends with completion hooks tell durations by them.
+that has ended. commlens reads the durations from the recorder's entries, every 5 s or less often: a
+reading keeps the GIL, and may take at most 0.1% of the time. A reading also queries the CUDA events
+of the collectives in flight, as torch's watchdog does all the time. A query breaks the capture of a
+CUDA graph, so commlens never reads again in a process that captures one. For backends with
+completion hooks, the hooks report durations.
 
 torch numbers the messages of a backend as they are issued, a batch as one of them. They are counted
 here; an entry of another kind under the same number is not taken.
@@ -30,7 +31,11 @@ _LEAST: Final = 10  # collectives without a duration, below which nothing is rea
 
 
 class _Untimed(NamedTuple):
-    """A record of a collective whose duration is not known yet."""
+    """A record of a collective whose duration is not known yet.
+
+    ``key`` is torch's: a kind of entry, and a number. torch numbers the messages of a backend, and
+    its collectives, each from 1 on.
+    """
 
     key: torch_progress.EntryKey
     offset: int
@@ -102,7 +107,8 @@ class DeviceDurations:
             if self._off:  # a capture has begun meanwhile
                 return
             found = self._read()
-        for uid, queue in self._untimed.items():
+        # other threads may add a backend meanwhile, or begin a capture
+        for uid, queue in list(self._untimed.items()):
             self._record(queue, found.get(uid, {}))
         self._writer.word(L.TIMED, now)
         self._took_ns.append(time.thread_time_ns() - began)
@@ -116,7 +122,9 @@ class DeviceDurations:
     def _record(
         self, queue: collections.deque[_Untimed], known: dict[torch_progress.EntryKey, int]
     ) -> None:
-        """Record the known durations of a backend, and forget what is older than all of them."""
+        """Record the known durations of a backend. Forget the records that are older than all known
+        ones of their kind: torch's ring has overwritten their entries.
+        """
         oldest: dict[str, int] = {}
         for kind, number in known:
             oldest[kind] = min(number, oldest.get(kind, number))

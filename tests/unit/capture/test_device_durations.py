@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ class Rank:
         self.written: dict[int, int] = {}
         self.readings = 0
         self.read_ns = 0
+        self.on_mark: Callable[[], object] = lambda: None
         self.lock = threading.Lock()
         writer = SimpleNamespace(capacity=100, mark_value=self._mark, word=self._word)
         self.durations = DeviceDurations(writer, self._read)
@@ -40,9 +42,10 @@ class Rank:
     def _mark(self, offset: int, field: int, index: int, value: int) -> None:
         assert field == L.DURATION and offset == 64 * index
         self.written[index] = value * L.TICK_NS
+        self.on_mark()
 
-    def issue(self, first: int, last: int, op: str = "all_reduce") -> None:
-        channel = SimpleNamespace(backend=SimpleNamespace(uid="0"))
+    def issue(self, first: int, last: int, op: str = "all_reduce", uid: str = "0") -> None:
+        channel = SimpleNamespace(backend=SimpleNamespace(uid=uid))
         for number in range(first, last + 1):
             token: Any = SimpleNamespace(
                 args=SimpleNamespace(channel=channel, op=op),
@@ -150,6 +153,16 @@ def test_nothing_is_read_after_a_capture() -> None:
     rank.issue(21, 40)
     rank.look(1)
     assert rank.readings == 0
+
+
+def test_a_capture_may_begin_while_durations_are_recorded() -> None:
+    rank = Rank()
+    rank.issue(1, 20)
+    rank.issue(21, 22, uid="1")
+    rank.known = {("alone", 1): 1000 * L.TICK_NS}
+    rank.on_mark = rank.durations.end
+    rank.look(1)
+    assert list(rank.written) == [1] and rank.read_ns == 1
 
 
 def test_what_the_recorder_no_longer_holds_is_forgotten() -> None:
