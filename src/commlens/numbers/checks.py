@@ -114,8 +114,8 @@ def must_differ(
 
 
 def exchange_of(ranks: Sequence[int]) -> Exchange | None:
-    """Return the exchange of these ranks, and start it if there is none; None if this rank is
-    alone.
+    """Return the exchange that the lowest of these ranks compares, and start it if there is none;
+    None if this rank is alone.
     """
     reader = min(ranks)
     exchange = _exchanges.get(reader)
@@ -132,7 +132,8 @@ def exchange_of(ranks: Sequence[int]) -> Exchange | None:
         if folder is not None and on_one_node
         else JobStore(dist.distributed_c10d._get_default_store(), reader)
     )
-    exchange = Exchange(meeting, rank, ranks, report, dist.group.WORLD)
+    # A check that names no ranks is one of all ranks, whichever group's check comes first.
+    exchange = Exchange(meeting, rank, range(reader, world_size), report, dist.group.WORLD)
     _exchanges[reader] = exchange
     return exchange
 

@@ -57,7 +57,7 @@ class Exchange:
     Args:
         meeting: where the ranks' reports meet.
         rank: of this process.
-        ranks: that take part.
+        ranks: that report a check which names no ranks; the lowest one compares.
         on_diverged: is called on the lowest rank, once with each verdict.
         world: the default group, with which the exchange ends.
     """
@@ -224,7 +224,7 @@ class Collector:
             if not absent or (self._left.issuperset(absent) and not check.wait_s):
                 self._compare(check, [])
             elif now - reports.since > (check.wait_s or _LATE_S):
-                self._compare(check, absent)
+                self._compare(check, absent, f"within {check.wait_s:g} s")
             elif len(self._waiting) > _WAITING_MAX:
                 self._forget(check)
 
@@ -239,7 +239,8 @@ class Collector:
                 break
             time.sleep(_NAP_S)
         for check in list(self._waiting):
-            self._compare(check, self._absent(check))
+            end = f"before rank {check.ranks[0]} ended" if check.ranks else ""
+            self._compare(check, self._absent(check), end)
         self._meeting.discard(self._answered)
         if self._steps.checks:
             log.warning("commlens: %s", steps_compared(self._steps))
@@ -259,8 +260,14 @@ class Collector:
         expected = set(check.ranks) or declared or presumed or self._ranks
         return sorted(expected - reports.keys())
 
-    def _compare(self, check: CheckId, absent: Sequence[int]) -> None:
-        """Compare the reports of a check, report what differs, and forget the check."""
+    def _compare(self, check: CheckId, absent: Sequence[int], waited: str = "") -> None:
+        """Compare the reports of a check, report what differs, and forget the check.
+
+        Args:
+            check: of which reports have come.
+            absent: ranks that have not reported it.
+            waited: until when they did not, in words, for a check that waits for ranks.
+        """
         reports = self._waiting[check].by_rank
         parts = parts_of(reports, lambda digest: self._table(check, digest))
         causes = self._comparison.compare(check, reports, parts)
@@ -270,7 +277,7 @@ class Collector:
             self._steps.add(check.number, len(reports), tensors, bool(causes))
         if check.wait_s:
             answer = _joined(verdicts) or no_difference(len(reports), tensors)
-            self._answer(check, answer, absent)
+            self._answer(check, answer, absent, waited)
         self._forget(check)
         if (other := self._comparison.other_ops) is not None and not self._warned_of_other_ops:
             self._warned_of_other_ops = True
@@ -283,18 +290,17 @@ class Collector:
         content = self._meeting.value(table_name(check, digest))
         return msgspec.msgpack.decode(content, type=TensorTable) if content is not None else None
 
-    def _answer(self, check: CheckId, verdict: Verdict, absent: Sequence[int]) -> None:
+    def _answer(self, check: CheckId, verdict: Verdict, absent: Sequence[int], waited: str) -> None:
         """Give the ranks that wait for a check its verdict, and say which ranks did not come."""
         if absent:
             verdict.missing_evidence.append(
-                f"Not compared: {ranks_phrase(absent)} did not call {check.source} within"
-                f" {check.wait_s:g} s."
+                f"Not compared: {ranks_phrase(absent)} did not call {check.source} {waited}."
             )
             log.warning(
-                "commlens: %s did not reach %s within %g s: not compared.",
+                "commlens: %s did not reach %s %s: not compared.",
                 ranks_phrase(absent),
                 check.source,
-                check.wait_s,
+                waited,
             )
         self._meeting.keep(answer_name(check), _encode(verdict))
         self._answered.append(answer_name(check))

@@ -136,3 +136,15 @@ def test_what_comes_after_the_end_is_not_told(
     late.send(STEP_30, Inspection())
     late.close()
     assert caplog.messages == []
+
+
+def test_the_answer_at_the_end_of_the_job_names_no_time_that_has_not_passed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exchange, "_AT_END_S", 0.3)
+    check = CheckId("commlens.check_numbers()", 1, wait_s=60.0, ranks=(0, 1))
+    ranks.send(check, {0: 1.0})
+    ranks.close([0])
+    (line,) = [each for each in caplog.messages if "check_numbers" in each]
+    assert "rank 1 did not reach commlens.check_numbers() before rank 0 ended" in line
+    ranks.close([1, 2])
