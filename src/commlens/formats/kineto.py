@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -55,13 +55,22 @@ class KinetoTrace(msgspec.Struct, kw_only=True):
     kernels: list[Kernel]
 
 
+# up to the year 2096 in µs: in ns, the sum of two such times fits in 64 bits
+_Time = Annotated[float, msgspec.Meta(ge=-4e15, le=4e15)]
+
+
+class _EventArgs(msgspec.Struct):
+    correlation: int | float | str | None = None  # links a kernel with its launch on the host
+    device: Any = 0
+
+
 class _Event(msgspec.Struct):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: float | str = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = msgspec.field(default_factory=dict)
+    ts: _Time | str = 0.0
+    dur: _Time = 0.0
+    args: _EventArgs = msgspec.field(default_factory=_EventArgs)
 
 
 class _File(msgspec.Struct):
@@ -79,7 +88,7 @@ def read_kineto(path: Path) -> KinetoTrace:
     content = read_content(path)
     try:
         file = msgspec.json.decode(content, type=_File)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}"
         ) from None
@@ -94,9 +103,11 @@ def read_kineto(path: Path) -> KinetoTrace:
     )
     base = file.baseTimeNanoseconds
     launched = {
-        event.args["correlation"]: base + round(event.ts * 1000)
+        event.args.correlation: base + round(event.ts * 1000)
         for event in file.traceEvents
-        if event.cat in _LAUNCHES and isinstance(event.ts, float) and "correlation" in event.args
+        if event.cat in _LAUNCHES
+        and isinstance(event.ts, float)
+        and event.args.correlation is not None
     }
     for event in file.traceEvents:
         if event.ph == "X" and isinstance(event.ts, float):
@@ -110,9 +121,8 @@ def _add(found: KinetoTrace, event: _Event, base: int, launched: dict[Any, int])
     start = base + round(event.ts * 1000)  # type: ignore[arg-type]
     end = start + round(event.dur * 1000)
     if event.cat == "kernel":
-        device = event.args.get("device", 0)
-        launch = launched.get(event.args.get("correlation"))
-        device = device if isinstance(device, int) else 0
+        device = event.args.device if isinstance(event.args.device, int) else 0
+        launch = launched.get(event.args.correlation)
         found.kernels.append(
             Kernel(
                 event.name, start, end, device, launch, bool(_COLLECTIVE_KERNEL.match(event.name))

@@ -12,6 +12,7 @@ from traces import US, on, training
 
 import commlens
 from commlens.errors import CommandError, FormatError
+from commlens.formats.kineto import read_kineto
 from commlens.model.trace import TraceData
 from commlens.traces.profile import join
 from commlens.traces.times import times
@@ -215,3 +216,22 @@ def test_view_takes_a_profile(on_gpus, tmp_path, capsys):
         commands.main(["view", str(tmp_path / "x.json"), "--profile", str(tmp_path / "none.json")])
         == 2
     )
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"ph": "X", "cat": "kernel", "ts": 1e306}',
+        '{"ph": "X", "cat": "cpu_op", "name": "c10d::x", "ts": 0, "dur": 1e306}',
+        '{"ph": "X", "cat": "cuda_runtime", "ts": 1e306, "args": {"correlation": 1}}',
+        '{"ph": "X", "cat": "cuda_runtime", "ts": 0, "args": {"correlation": [1]}}',
+        '{"ph": "X", "cat": "kernel", "ts": 0, "args": {"correlation": [1]}}',
+        '{"ph": "X", "args": {"x": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+    ],
+    ids=["time", "duration", "launch", "launch's link", "kernel's link", "nested"],
+)
+def test_a_damaged_profile_is_reported(event: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(f'{{"traceEvents": [{event}]}}')
+    with pytest.raises(FormatError, match=r"profile\.json"):
+        read_kineto(path)
