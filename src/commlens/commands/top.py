@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import select
 import sys
 import threading
@@ -31,7 +32,8 @@ _STALE_S: Final = 30.0  # the other nodes' last answer is shown for so long
 # the pause before the next look at the other nodes, as a multiple of the time that the last look
 # took
 _PAUSE: Final = 2
-_KEYS: Final = {
+_KEY: Final = re.compile(rb"\x1b(?:\[[0-9;]*[A-Za-z~]|O[A-Za-z])?|.", re.DOTALL)
+_KEY_NAMES: Final = {
     b"\x1b[A": "up",
     b"\x1b[B": "down",
     b"\x1bOA": "up",
@@ -100,8 +102,10 @@ class _Elsewhere:
         Args:
             runs: the logs of the job and of other worlds here, by folder.
         """
+        if self._thread is not None and self._thread.is_alive():
+            return None
         answer, self._answer = self._answer, None
-        if time.monotonic() >= self._due and (self._thread is None or not self._thread.is_alive()):
+        if time.monotonic() >= self._due:
             self._thread = threading.Thread(
                 target=self._ask, args=(runs,), name="commlens-top", daemon=True
             )
@@ -171,8 +175,12 @@ class _Job:
         others: Mapping[Path, Sequence[RankLog]],
         elsewhere: OtherNodes,
     ) -> JobStatus:
-        """Return the status of the ranks in ``logs``: of this node, or of all nodes. Of
-        ``elsewhere``, only the worlds there and the sentences about other nodes are added.
+        """Return the status of the ranks in ``logs``: of this node, or of all nodes.
+
+        Args:
+            logs: of these ranks.
+            others: logs of other worlds on this node.
+            elsewhere: what other nodes have answered. Its logs are ignored, the rest is added.
         """
         from commlens.diagnosis.views.status import status_of
         from commlens.dumps.save import dump_name
@@ -198,18 +206,19 @@ def _show(jobs: list[_Job], interval_s: float) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         status = jobs[0].read()
-        due = time.monotonic()  # the first frame knows no movement yet: the next one follows soon
+        read_at = time.monotonic()
+        # the first frame knows no movement yet: the next one follows soon
         pause = min(0.5, interval_s)
         while not view.quit:
             with naming_worlds(status.verdict.worlds):
                 screen = _screen(status, view, narrow=console.width < NARROW)
                 live.update(draw(screen, view, console.width, console.height), refresh=True)
-            key = _next_key(max(0.0, due + pause - time.monotonic()))
+            keys = _next_keys(max(0.0, read_at + pause - time.monotonic()))
             before = view.job
-            if key is not None:
+            for key in keys:
                 view.press(key, len(screen.rows))
-            if key is None or view.job != before:
-                status, due, pause = jobs[view.job].read(), time.monotonic(), interval_s
+            if not keys or view.job != before:
+                status, read_at, pause = jobs[view.job].read(), time.monotonic(), interval_s
 
 
 def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
@@ -229,14 +238,14 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
     return Screen(status, rows, lines, tuple(headings), stack)
 
 
-def _next_key(seconds: float) -> str | None:
-    """Return the next key; None after so many seconds without one."""
+def _next_keys(seconds: float) -> list[str]:
+    """Return the keys that were pressed meanwhile; none after so many seconds without a key."""
     if not select.select([sys.stdin], [], [], seconds)[0]:
-        return None
-    pressed = os.read(sys.stdin.fileno(), 32)
+        return []
+    pressed = os.read(sys.stdin.fileno(), 1024)
     if not pressed:
-        return "q"  # the terminal is gone
-    return _KEYS.get(pressed) or pressed[:1].decode("ascii", "replace")
+        return ["q"]  # the terminal is gone
+    return [_KEY_NAMES.get(key) or key.decode("ascii", "replace") for key in _KEY.findall(pressed)]
 
 
 @contextlib.contextmanager
