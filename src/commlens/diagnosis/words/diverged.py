@@ -5,7 +5,7 @@ from ranks 0-1,3 (first seen at step 100, equal at step 90)".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.diagnosis.words.finding import Words, finding_of
 from commlens.model.cause import (
@@ -33,11 +33,11 @@ _KIND_NAMES: Final = {
 
 _DOUBTS: Final[Mapping[DivergedDoubt, str]] = {
     "which-is-right": "Nothing tells which of these ranks should have other data.",
-    "first-unseen": "Where it came up first was not watched.",
+    "first-unseen": "commlens did not watch the place where NaN first appeared.",
     "on-all": "All ranks have it, so none of them is blamed.",
     "no-majority": "The ranks differ, and no majority of them agrees.",
-    "others-changed": "No majority agrees: the ranks are blamed whose value did not change.",
-    "inferred": "That they must agree is inferred from earlier checks, in which they did.",
+    "others-changed": "No majority agrees, so the ranks whose value did not change are blamed.",
+    "inferred": "commlens infers that they must agree: they did in earlier checks.",
 }
 
 
@@ -97,10 +97,11 @@ def other_ops(step: int, sides: Sequence[OpSide]) -> str:
 
 def words(cause: Diverged) -> Words:
     """Return what a finding says about tensors that ranks have differently."""
+    sentences = _SENTENCES[cause.departure]
     return Words(
         summary=_summary(cause),
-        explanation=" ".join(filter(None, (_extent(cause), _EXPLAINED[cause.departure](cause)))),
-        next_step=_NEXT[cause.departure](cause),
+        explanation=" ".join(filter(None, (_extent(cause), sentences.explanation(cause)))),
+        next_step=sentences.next_step(cause),
         evidence=[_evidence(each) for each in cause.tensors[:_SHOWN]],
         would_raise_confidence=cause.doubt and _DOUBTS[cause.doubt],
     )
@@ -153,11 +154,12 @@ def _summary_of_order(cause: Diverged) -> str:
     )
 
 
-def _first_op(cause: Diverged) -> str:
+def _step_phrase(cause: Diverged) -> str:
     """Return the step in which values part, and the op after which they do."""
-    ran = next(side for side in (*cause.ops[1:], cause.ops[0]) if side.op is not None)
-    if cause.why == "op-output":
+    if cause.why == "op-output":  # the subject names the op
         return f"in step {cause.step}"
+    # the op of a minority, if one ran any: that of most ranks comes first, and is probably right
+    ran = next(side for side in (*cause.ops[1:], cause.ops[0]) if side.op is not None)
     return f"after {_op(ran)} in step {cause.step}"
 
 
@@ -165,7 +167,8 @@ def _op(side: OpSide) -> str:
     """Return an op and its place."""
     if not side.op:
         return "no op" if side.op is None else "a change that no op of torch made"
-    module = f" in {'the backward pass of ' * side.backward}{side.module}" if side.module else ""
+    part = "the backward pass of " if side.backward else ""
+    module = f" in {part}{side.module}" if side.module else ""
     return f"{side.op}{module}{f' at {side.source}' if side.source else ''}"
 
 
@@ -190,7 +193,7 @@ def _title(tensor: DivergedTensor) -> str:
 
 def _when_phrase(cause: Diverged) -> str:
     if cause.ops:
-        return _first_op(cause)
+        return _step_phrase(cause)
     if cause.source == "batch":
         return f"at step {cause.step}"
     if not cause.source.startswith("optimizer"):
@@ -211,7 +214,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _extent(cause: Diverged) -> str:
-    """Return how many tensors differ, and how the other kinds of the first one are."""
+    """Return how many tensors differ, and which other kinds of the first one do."""
     if cause.ops or cause.departure in ("same-data", "not-finite", "other-order"):
         return ""
     if not cause.differing:
@@ -231,16 +234,6 @@ def _extent(cause: Diverged) -> str:
             ".",
         )
     )
-
-
-def _element(cause: Diverged) -> str:
-    tensor = cause.tensors[0]
-    if tensor.bit is not None:
-        return (
-            f"Only one bit differs: bit {tensor.bit} of element {tensor.element}. Programs do not"
-            " change a single bit; failing hardware does."
-        )
-    return f"Only element {tensor.element} differs, in more than one bit."
 
 
 def _hyperparameters(cause: Diverged) -> str:
@@ -307,129 +300,173 @@ def _always(text: str) -> Callable[[Diverged], str]:
     return lambda _: text
 
 
-_EXPLAINED: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
-    "not-broadcast": _always(
-        "It differs in the first check: the ranks did not start from the same values, or did not"
-        " load the same checkpoint."
+class _Sentences(NamedTuple):
+    """The words of a departure: the explanation, and what to do next."""
+
+    explanation: Callable[[Diverged], str]
+    next_step: Callable[[Diverged], str]
+
+
+_SENTENCES: Final[Mapping[Departure, _Sentences]] = {
+    "not-broadcast": _Sentences(
+        _always(
+            "It differs in the first check: the ranks did not start from the same values, or did"
+            " not load the same checkpoint."
+        ),
+        _always(
+            "broadcast the values after they are made or loaded, or load the checkpoint on all"
+            " ranks"
+        ),
     ),
-    "other-outputs": _always(
-        "A collective gives all ranks of its group the same bytes. Here they differ as soon as it"
-        " is done: they were damaged on the way or in memory, or something else writes to this"
-        " tensor."
+    "other-outputs": _Sentences(
+        _always(
+            "A collective gives all ranks of its group the same bytes. Here they differ as soon as"
+            " it is done: they were damaged on the way or in memory, or something else writes to"
+            " this tensor."
+        ),
+        lambda cause: (
+            "look for code that writes to this tensor while the collective runs; if there is none,"
+            f" test the memory and the network of {ranks_phrase(_suspects(cause))}"
+        ),
     ),
-    "other-gradients": _always("The ranks update their parameters with different gradients."),
-    "other-hyperparameters": _hyperparameters,
-    "one-bit": _element,
-    "one-element": _element,
-    "not-updated": (
+    "other-gradients": _Sentences(
+        _always("The ranks update their parameters with different gradients."),
+        _always(
+            "look for a reduction that these ranks left out: no_sync(), a gradient hook, a"
+            " parameter that DDP ignores"
+        ),
+    ),
+    "other-hyperparameters": _Sentences(
+        _hyperparameters,
+        _always(
+            "set the optimizer and its scheduler up alike on all ranks, also when a job resumes"
+        ),
+    ),
+    "one-bit": _Sentences(
+        lambda cause: (
+            f"Only one bit differs: bit {cause.tensors[0].bit} of element"
+            f" {cause.tensors[0].element}. Programs do not change a single bit; failing hardware"
+            " does."
+        ),
+        lambda cause: (
+            f"test the memory of {ranks_phrase(_suspects(cause))}, and resume from a"
+            " checkpoint before this step"
+        ),
+    ),
+    "one-element": _Sentences(
+        lambda cause: f"Only element {cause.tensors[0].element} differs, in more than one bit.",
+        lambda cause: (
+            f"look for code that writes to single elements of {cause.tensors[0].name} on"
+            f" {ranks_phrase(_suspects(cause))} only; to see the step, compare after each one:"
+            ' --check-numbers="every 1 step"'
+        ),
+    ),
+    "not-updated": _Sentences(
         lambda cause: (
             f"On {ranks_phrase(_suspects(cause))} the value is still that of step {cause.equal_at};"
             " on the others it has changed."
-        )
+        ),
+        _always("look for the code that changes it on some ranks only"),
     ),
-    "other-random-numbers": lambda cause: (
-        "Tensor parallel ranks that compute the same activations drop different elements of them."
-        if cause.tensors[0].kind == "rng"
-        else "The random number generators of these ranks differ, too: dropout drops different"
-        " elements on each of them."
+    "other-random-numbers": _Sentences(
+        lambda cause: (
+            "Tensor parallel ranks that compute the same activations drop different elements of"
+            " them."
+            if cause.tensors[0].kind == "rng"
+            else "The random number generators of these ranks differ, too: dropout drops different"
+            " elements on each of them."
+        ),
+        lambda cause: (
+            "look for code that draws random numbers on some of these ranks only, and give it a"
+            " generator of its own"
+            if cause.tensors[0].kind == "rng"
+            else "seed these ranks alike"
+        ),
     ),
-    "other-order": lambda cause: (
-        "FSDP gathers the parameters of the modules in the order in which they run: these ranks"
-        " compute with the parameters of other modules."
-        if cause.tensors[0].kind == "module"
-        else "DDP pairs parameters by position, not by name: it averages the gradients of different"
-        " parameters."
+    "other-order": _Sentences(
+        lambda cause: (
+            "FSDP gathers the parameters of the modules in the order in which they run: these ranks"
+            " compute with the parameters of other modules."
+            if cause.tensors[0].kind == "module"
+            else "DDP pairs parameters by position, not by name: it averages the gradients of"
+            " different parameters."
+        ),
+        lambda cause: (
+            "run the modules in the same order on all ranks"
+            if cause.tensors[0].kind == "module"
+            else "register the modules in the same order on all ranks: do not iterate over a set"
+        ),
     ),
-    "other-tensors": (
+    "other-tensors": _Sentences(
         lambda cause: " ".join(
             f"Only {ranks_phrase(own.ranks)}: {_listed(own.names)}."
             for own in cause.only_on[:_SHOWN]
-        )
+        ),
+        _always("build the same model on all ranks"),
     ),
-    "rounding": _distance,
-    "same-data": _always("They train on the same data and count it twice."),
-    "not-finite": _always("NaN reaches all ranks with the next reduction."),
-    "other-result": lambda cause: (
-        "It had the same inputs on all of these ranks, and gave other outputs."
-        f"{_previous_collective(cause)}"
+    "rounding": _Sentences(
+        _distance,
+        _always(
+            "reduce the gradient over these ranks, or make the kernels deterministic; to allow for"
+            " noise, use --check-numbers=tolerance=1e-6"
+        ),
     ),
-    "other-op": _other_ops,
-    "other-arguments": _other_arguments,
-    "other-inputs": _other_inputs,
-    "changed-outside": lambda cause: (
-        f"{cause.tensors[0].name} changed between two ops.{_previous_collective(cause)}"
+    "same-data": _Sentences(
+        _always("They train on the same data and count it twice."),
+        _always("give each rank its own part: DistributedSampler, or another seed or shard"),
     ),
-    "unclear": _always(""),
-}
-
-_NEXT: Final[Mapping[Departure, Callable[[Diverged], str]]] = {
-    "not-broadcast": _always(
-        "broadcast the values after they are made or loaded, or load the checkpoint on all ranks"
+    "not-finite": _Sentences(
+        _always("NaN reaches all ranks with the next reduction."),
+        lambda cause: (
+            "run again with --check-numbers=nan, which names the rank and the module that had it"
+            " first"
+            if cause.tensors
+            else f"look at the data of {ranks_phrase(_suspects(cause))} in this step, and"
+            " at what this module computes"
+        ),
     ),
-    "other-outputs": lambda cause: (
-        "look for code that writes to this tensor while the collective runs; if there is none, test"
-        f" the memory and the network of {ranks_phrase(_suspects(cause))}"
+    "other-result": _Sentences(
+        lambda cause: (
+            "It had the same inputs on all of these ranks, and gave other outputs."
+            f"{_previous_collective(cause)}"
+        ),
+        lambda cause: (
+            "run the same step again: if it happens again with the same rank, test that machine;"
+            " otherwise compare its processor, number of threads and versions of libraries with"
+            f" those of {ranks_phrase(cause.victims or cause.ranks)}"
+        ),
     ),
-    "other-gradients": _always(
-        "look for a reduction that these ranks left out: no_sync(), a gradient hook, a parameter"
-        " that DDP ignores"
+    "other-op": _Sentences(
+        _other_ops,
+        _always("look at the condition under which this line runs on some ranks only"),
     ),
-    "other-hyperparameters": _always(
-        "set the optimizer and its scheduler up alike on all ranks, also when a job resumes"
+    "other-arguments": _Sentences(
+        _other_arguments,
+        _always("find out where this number comes from on each of the ranks"),
     ),
-    "one-bit": lambda cause: (
-        f"test the memory of {ranks_phrase(_suspects(cause))}, and resume from a"
-        " checkpoint before this step"
+    "other-inputs": _Sentences(
+        _other_inputs,
+        _always(
+            "look at the op that made this input, and whether a collective should have made it"
+            " equal"
+        ),
     ),
-    "one-element": lambda cause: (
-        f"look for code that writes to single elements of {cause.tensors[0].name} on"
-        f" {ranks_phrase(_suspects(cause))} only; to see the step, compare after each one:"
-        ' --check-numbers="every 1 step"'
+    "changed-outside": _Sentences(
+        lambda cause: (
+            f"{cause.tensors[0].name} changed between two ops.{_previous_collective(cause)}"
+        ),
+        lambda cause: (
+            "look for code that writes to it without torch, such as NumPy or a kernel of your own;"
+            f" if there is none, test the memory of {ranks_phrase(_suspects(cause))}"
+        ),
     ),
-    "not-updated": _always("look for the code that changes it on some ranks only"),
-    "other-random-numbers": lambda cause: (
-        "look for code that draws random numbers on some of these ranks only, and give it a"
-        " generator of its own"
-        if cause.tensors[0].kind == "rng"
-        else "seed these ranks alike"
-    ),
-    "other-order": lambda cause: (
-        "run the modules in the same order on all ranks"
-        if cause.tensors[0].kind == "module"
-        else "register the modules in the same order on all ranks: do not iterate over a set"
-    ),
-    "other-tensors": _always("build the same model on all ranks"),
-    "rounding": _always(
-        "reduce the gradient over these ranks, or make the kernels deterministic; to allow for"
-        " noise, use --check-numbers=tolerance=1e-6"
-    ),
-    "same-data": _always(
-        "give each rank its own part: DistributedSampler, or another seed or shard"
-    ),
-    "not-finite": lambda cause: (
-        "run again with --check-numbers=nan, which names the rank and the module that had it first"
-        if cause.tensors
-        else f"look at the data of {ranks_phrase(_suspects(cause))} in this step, and"
-        " at what this module computes"
-    ),
-    "other-result": lambda cause: (
-        "run the same step again: if it happens again with the same rank, test that machine;"
-        " otherwise compare its processor, number of threads and versions of libraries with those"
-        f" of {ranks_phrase(cause.victims or cause.ranks)}"
-    ),
-    "other-op": _always("look at the condition under which this line runs on some ranks only"),
-    "other-arguments": _always("find out where this number comes from on each of the ranks"),
-    "other-inputs": _always(
-        "look at the op that made this input, and whether a collective should have made it equal"
-    ),
-    "changed-outside": lambda cause: (
-        "look for code that writes to it without torch, such as NumPy or a kernel of your own; if"
-        f" there is none, test the memory of {ranks_phrase(_suspects(cause))}"
-    ),
-    "unclear": lambda cause: (
-        "look at the code that changes it between these two steps"
-        if cause.equal_at is not None
-        else "look at what it is computed from on each of these ranks"
+    "unclear": _Sentences(
+        _always(""),
+        lambda cause: (
+            "look at the code that changes it between these two steps"
+            if cause.equal_at is not None
+            else "look at what it is computed from on each of these ranks"
+        ),
     ),
 }
 
@@ -448,7 +485,7 @@ def _side(side: TensorSide, kind: TensorKind) -> str:
         facts.append(f"{side.nans} NaN, {side.infs} infinite")
     elif kind == "hyperparameter":
         facts.append(f"value {_number(side)}")
-    elif side.norm:
+    elif side.norm is not None and side.mean is not None:
         facts.append(f"norm {side.norm:.9g}")
-        facts.append(f"mean {side.mean or 0.0:.3g}")
+        facts.append(f"mean {side.mean:.3g}")
     return f"{ranks_phrase(side.ranks)} {', '.join(facts)}"

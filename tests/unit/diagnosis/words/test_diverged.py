@@ -190,6 +190,11 @@ def test_nan_everywhere() -> None:
     assert words(found).would_raise_confidence == ("All ranks have it, so none of them is blamed.")
 
 
+def test_zeros() -> None:
+    said = words(diverged(f"gradient {NORM}", value=0.0))
+    assert re.search(r"rank 3 hash \w+, norm 0, mean 0\.", said.evidence[0])
+
+
 def test_the_same_value_on_all_ranks() -> None:
     [found] = Job(relation="different").check(
         1, {"value ids": 1.0}, source="commlens.must_differ() of ids"
