@@ -112,14 +112,13 @@ class ViewCommand:
         for name, values in wanted.items():
             check_exists([trace.data for trace in ranks], name, values)
         chosen = ranks.filter(**wanted) if wanted else ranks
-        is_any = any(trace.ops if arguments.ops else trace.events for trace in chosen)
-        nothing = bool(wanted) and not is_any
+        nothing = bool(wanted) and _is_nothing_left(ranks, chosen, ops=arguments.ops)
         if nothing:
             _print_note(_why_nothing_matches(ranks, chosen, wanted))
         self._write(chosen, arguments)
         if arguments.html:
             _write_page(chosen, notes, arguments)
-        if not nothing or arguments.json or arguments.ops or arguments.events:
+        if not nothing or arguments.json or arguments.events:
             _print(chosen, arguments)
         return 0
 
@@ -138,6 +137,11 @@ class ViewCommand:
         if arguments.csv:
             rows = ranks.to_rows()
             text = to_csv(rows)
+            if arguments.csv == "-" and (arguments.json or arguments.ops or arguments.events):
+                raise CommandError(
+                    "--csv - writes to standard output, and so do --json, --ops and --events: give"
+                    " --csv the name of a file."
+                )
             if arguments.csv == "-":
                 sys.stdout.write(text)
             else:
@@ -192,11 +196,9 @@ def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
         return error
     if not found.holds_dumps:
         return error
-    them, is_dump = (
-        ("them", "hold dumps")
-        if len(paths) > 1
-        else ("it", "is a dump" if Path(paths[0]).is_file() else "holds a dump")
-    )
+    them, is_dump = "it", "is a dump" if Path(paths[0]).is_file() else "holds a dump"
+    if len(paths) > 1:
+        them, is_dump = "them", "hold dumps"
     return CommandError(
         f"{', '.join(paths)} {is_dump} of a job, not a trace: `commlens diagnose"
         f" {shlex.join(paths)}` diagnoses {them}."
@@ -304,6 +306,13 @@ def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
         joined[rank] = Trace(data)
         _print_note(note if len(joined) == 1 else f"Rank {rank}: {note}")
     return RankTraces(joined.values())
+
+
+def _is_nothing_left(ranks: RankTraces, chosen: RankTraces, *, ops: bool) -> bool:
+    """Return whether filters leave no collective, or no tensor op of traces that have some."""
+    if ops:
+        return any(trace.ops for trace in ranks) and not any(trace.ops for trace in chosen)
+    return not any(trace.events for trace in chosen)
 
 
 def _print_note(text: str) -> None:

@@ -103,6 +103,20 @@ def test_filters(x, capsys, filters, answer):
     assert status == 0 and out.startswith(answer)
 
 
+@pytest.mark.parametrize("form", ["--json", "--ops", "--events"])
+def test_two_forms_on_one_standard_output_are_refused(x, capsys, form):
+    status, out, err = run(capsys, "view", x, "--csv", "-", form)
+    assert (status, out) == (2, "") and "--csv - writes to standard output" in err
+
+
+def test_a_trace_without_tensor_ops_says_so_whatever_the_filters(tmp_path, capsys):
+    data = training()
+    data.ops.clear()
+    commlens.Trace(data).save(tmp_path / "x.json")
+    shown = run(capsys, "view", tmp_path / "x.json", "--phase", "forward", "--ops")
+    assert shown == (0, "No tensor ops: only a trace with depth ops has them.\n", "")
+
+
 def test_nothing_matches(x, capsys):
     assert run(capsys, "view", x, "--dtype", "int8") == (
         0,
@@ -115,7 +129,7 @@ def test_nothing_matches(x, capsys):
     )
     # collectives match, but no tensor op
     outside = run(capsys, "view", x, "--phase", "outside", "--ops")
-    assert outside[2] == "commlens: No tensor op matches all filters.\n"
+    assert outside == (0, "", "commlens: No tensor op matches all filters.\n")
     status, _, err = run(capsys, "view", x, "--phase", "backwards")
     assert (
         status == 2 and err == "commlens: There is no phase 'backwards'. Did you mean 'backward'?\n"
