@@ -58,7 +58,7 @@ class Moved(msgspec.Struct):
 
 
 class Movement(msgspec.Struct, kw_only=True):
-    """The progress of all ranks. False if each has both dumps and made none."""
+    """The progress of all ranks. It is false if each rank has both dumps and none made progress."""
 
     schema: str = MOVEMENT_SCHEMA
     answer: str = ""  # in one sentence
@@ -85,8 +85,8 @@ class JobTraits(msgspec.Struct, frozen=True):
     program: str = ""  # file
 
 
-class Position(msgspec.Struct, frozen=True):
-    """A rank's position in one dump."""
+class RankInDump(msgspec.Struct, frozen=True):
+    """A rank in one dump: its position, and what identifies its job."""
 
     rank: int
     place: DumpPosition
@@ -106,7 +106,7 @@ def shows_position(rows: RankColumns) -> bool:
     return rows.origin == "commlens" or not rows.lost_entries
 
 
-def position_of(rows: RankColumns) -> Position:
+def position_of(rows: RankColumns) -> RankInDump:
     """Return the position of a rank: its oldest operation in flight."""
     import numpy as np
 
@@ -116,7 +116,7 @@ def position_of(rows: RankColumns) -> Position:
     # scheduled or started; of a coalesced group, the entry that closes it stands for all
     in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
     if not len(in_flight):
-        return Position(rows.rank, DumpPosition(rows.issued), newest_ns=newest, job=_traits(rows))
+        return RankInDump(rows.rank, DumpPosition(rows.issued), newest_ns=newest, job=_traits(rows))
     row = int(in_flight[0])
     op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
     number, peer = int(rows.sequence[row]), int(rows.peer[row])
@@ -125,11 +125,13 @@ def position_of(rows: RankColumns) -> Position:
     place = DumpPosition(
         rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame)
     )
-    return Position(rows.rank, place, (group.name, number, op), newest, _traits(rows))
+    return RankInDump(rows.rank, place, (group.name, number, op), newest, _traits(rows))
 
 
 def _traits(rows: RankColumns) -> JobTraits:
-    """Return what a dump tells of its job. The program is the file of a ``<module>`` frame."""
+    """Return the facts of a dump about its job. The program is the file of the outermost user frame
+    of a ``<module>``.
+    """
     groups: dict[str, set[str]] = defaultdict(set)
     for group in {
         channel.group for channel in [*rows.channels, *rows.groups] if channel.group.ranks
@@ -152,7 +154,7 @@ def _traits(rows: RankColumns) -> JobTraits:
 # --- whether two dumps are of one job
 
 
-def other_job(before: Iterable[Position], after: Iterable[Position]) -> str:
+def other_job(before: Iterable[RankInDump], after: Iterable[RankInDump]) -> str:
     """Return in a clause why two dumps are not of one job; empty if they may be."""
     first, second = {one.rank: one.job for one in before}, {one.rank: one.job for one in after}
     names, other_names = (
@@ -191,7 +193,7 @@ def _other_rank(rank: int, old: JobTraits, new: JobTraits) -> str:
 # --- from one dump to the other
 
 
-def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> Movement:
+def compare_positions(before: Iterable[RankInDump], after: Iterable[RankInDump]) -> Movement:
     """Return the ranks' progress from one dump to the other. Ranks with the same change share a
     sentence.
     """
@@ -235,7 +237,7 @@ class _PositionChange(NamedTuple):
     plural: str = ""  # empty: the same
 
 
-def _change(old: Position | None, new: Position | None) -> _PositionChange:
+def _change(old: RankInDump | None, new: RankInDump | None) -> _PositionChange:
     """Return how a rank's position changed; None: it has no dump there."""
     if new is None:
         return _PositionChange(
@@ -276,10 +278,11 @@ def _change(old: Position | None, new: Position | None) -> _PositionChange:
     if old.identity == new.identity:
         behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
         return _PositionChange("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
+    if not before.in_flight:
+        was, place = "between operations, and", f"now in {now.in_flight}{line}: {more}."
+        return _PositionChange("moved", f"was {was} is {place}", f"were {was} are {place}")
     return _PositionChange(
-        "moved",
-        f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}:"
-        f" {more}.",
+        "moved", f"moved on from {before.in_flight} to {now.in_flight}{line}: {more}."
     )
 
 

@@ -18,7 +18,7 @@ from commlens.diagnosis.views.dump_diff import (
     DumpPosition,
     Moved,
     Movement,
-    Position,
+    RankInDump,
     compare_positions,
     other_job,
     position_of,
@@ -68,6 +68,17 @@ def test_some_moved() -> None:
     assert movement.answer == "Rank 2 moved, ranks 0-1,3 did not."
 
 
+def test_a_rank_that_was_between_operations() -> None:
+    after = stuck()
+    before = stuck(step=1)[:1]
+    before[0].collectives = [op for op in before[0].collectives if not op.in_flight]
+    before[0].issued = len(before[0].collectives)
+    assert progress(before, after[:1]).ranks[0].sentence == (
+        "rank 0 was between operations, and is now in all_reduce #11 of the default group [0-3]"
+        " (train.py:20 step): issued 9 more operations."
+    )
+
+
 def test_missing_dumps() -> None:
     before, after = stuck(), stuck(step=3)
     movement = progress(before[:3], after[1:])
@@ -80,7 +91,7 @@ def test_missing_dumps() -> None:
 
 def foreign(
     rank: int = 0, *, program: str = "/work/train.py", job: str = "", **groups: str
-) -> Position:
+) -> RankInDump:
     described = {"0": ("default_pg", "[0, 1, 2, 3]")} | {
         str(at): one for at, one in enumerate(groups.items(), start=1)
     }
