@@ -129,7 +129,7 @@ def _diverged(reports: Iterable[Source], logs: Iterable[RankLog]) -> Verdict | N
 class _ForeignDumps(NamedTuple):
     """The records and facts that other tools' files hold about the ranks."""
 
-    dumps: list[RankColumns]  # with the black boxes of the other ranks
+    dumps: list[RankColumns]  # with the black boxes, if there are any
     unread: int  # files
 
 
@@ -141,8 +141,8 @@ def _read_foreign_dumps(
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
 ) -> _ForeignDumps | None:
-    """Read other tools' dumps, and add the black boxes of the other ranks. What cannot be read is
-    appended to ``problems``.
+    """Read other tools' dumps, and add the black boxes. What cannot be read is appended to
+    ``problems``.
 
     Returns:
         None if the dumps add fewer ranks than have black boxes, or if no dump is readable.
@@ -192,7 +192,7 @@ def _without_records(
     if all(dump.is_log for dump in dumps):
         empty = set(files.empty)
         silent = _silent_logs(files, empty.intersection(unread), dumps, boxed)
-        unread = [name for name in unread if name not in empty]
+        unread = [source for source in unread if source not in empty]
     return unread, [*silent, *_unread_dumps(files, unread, [*dumps, *silent], boxed)]
 
 
@@ -205,10 +205,10 @@ def _silent_logs(
     from commlens.formats.columns import TEXT_LOG, RankColumns
 
     known = {dump.rank for dump in dumps} | set(boxed)
-    ranks = {files.by_name(name).rank: name for name in sorted(empty)}
+    ranks = {files.by_name(source).rank: source for source in sorted(empty)}
     return [
-        RankColumns(rank=rank, source=name, host=files.by_name(name).host, origin=TEXT_LOG)
-        for rank, name in sorted(ranks.items())
+        RankColumns(rank=rank, source=source, host=files.by_name(source).host, origin=TEXT_LOG)
+        for rank, source in sorted(ranks.items())
         if rank >= 0 and rank not in known
     ]
 

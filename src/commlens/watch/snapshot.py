@@ -58,8 +58,8 @@ def read_logs(
 ) -> tuple[list[RankLog], list[str]]:
     """Read the members' boxes, or only the ``newest`` records of each, perhaps without NCCL's.
 
-    A rank without a box, which has not imported torch, ended before or is not recorded, gets an
-    empty log.
+    A rank without a box gets an empty log: it has not imported torch, ended before that, or is not
+    recorded.
 
     Returns:
         The logs, each with its observation, and what could not be read, in sentences.
@@ -146,8 +146,8 @@ def one_run(logs: list[RankLog]) -> list[RankLog]:
 def observe(
     roster: Roster, observer: Observer, *, window_s: float, wait_s: float = 2.0
 ) -> dict[int, Observation]:
-    """Observe a roster's processes for ``window_s`` seconds, and wait for so long for py-spy.
-    Returns the observations by pid.
+    """Observe a roster's processes for ``window_s`` seconds, and wait at most ``wait_s`` seconds
+    for py-spy. Returns the observations by pid.
     """
     add_new_members(roster, observer)
     end = time.monotonic() + window_s
