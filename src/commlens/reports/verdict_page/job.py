@@ -86,8 +86,7 @@ class PageJob:
     def op_of(self, rank: int, channel: ChannelKey, number: int) -> Collective | None:
         """Return what a rank issued on a channel under a number, if that is known."""
         view = self.index.views.get(rank)
-        track = view.tracks.get(channel) if view is not None else None
-        return track.ops.get(number) if track is not None else None
+        return view.op_at(channel, number) if view is not None else None
 
     def _focus(self) -> list[tuple[ChannelKey, int, Finding]]:
         """Return the collectives that the findings name, root causes first: channel, number,

@@ -10,7 +10,8 @@ to each of them. Here these become two nodes, "ranks 0-2, 4-7" and "rank 3", and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 
 from commlens.diagnosis.align.alignment import RecordMismatch
 from commlens.diagnosis.graph.wait_graph import Edge, WaitNode
@@ -30,7 +31,9 @@ def wait_graph(job: PageJob) -> WaitGraph:
     """Fold the graph of threads: one node for each class that waits or is waited for, one edge for
     each pair of classes.
     """
-    return _Fold(job).graph()
+    fold = _Fold(job)
+    fold.add_waits()
+    return WaitGraph(fold.nodes, fold.edges())
 
 
 class _Fold:
@@ -45,62 +48,61 @@ class _Fold:
             lambda: defaultdict(set)
         )
 
-    def graph(self) -> WaitGraph:
+    def add_waits(self) -> None:
+        """Add the edges of all threads that wait."""
         graph = self.job.graph
         waiting_in: dict[WaitNode, list[WaitNode]] = defaultdict(list)  # by collective
-        for source in sorted(graph.edges):
-            for target, edge in graph.edges[source].items() if source.kind == "wait" else ():
+        for thread in sorted(node for node in graph.edges if node.kind == "wait"):
+            for target, edge in graph.edges[thread].items():
                 if target.kind == "at":
-                    waiting_in[target].append(source)
+                    waiting_in[target].append(thread)
                 else:
-                    self._add_edges([source.rank], edge, self._end_nodes(target, edge))
+                    self._add_edges([thread.rank], edge, self._end_nodes(target, edge))
         # Of a collective, find the end nodes once: thousands of ranks may wait in it, for thousands
         # of others.
-        for collective, sources in waiting_in.items():
-            edge = graph.edges[sources[0]][collective]
+        for collective, threads in waiting_in.items():
             ends = {
                 end
-                for target, its_edge in graph.edges[collective].items()
-                for end in self._end_nodes(target, its_edge)
+                for target, edge in graph.edges[collective].items()
+                for end in self._end_nodes(target, edge)
             }
-            self._add_edges([source.rank for source in sources], edge, ends)
+            edge_into = graph.edges[threads[0]][collective]
+            self._add_edges([thread.rank for thread in threads], edge_into, ends)
+
+    def edges(self) -> list[GraphEdge]:
+        """Return the edges that are shown, in the order of the nodes."""
         waiting = {pair: set().union(*by_op.values()) for pair, by_op in self._edges.items()}
         shown = _transitive_reduction(waiting)
         by_start = grouped((start, frozenset(waiting[start, end])) for start, end in shown)
         # nodes of which some ranks wait for one node, and some for another
         parted = {start for start, sets in by_start.items() if len({*sets}) > 1}
-        return WaitGraph(
-            self.nodes,
-            [
-                GraphEdge(
-                    source=start,
-                    target=end,
-                    label=_edge_label(self._edges[start, end]),
-                    waiting=format_ranks(waiting[start, end]),
-                    parted=start in parted,
-                )
-                for start, end in sorted(shown)
-            ],
-        )
+        return [
+            GraphEdge(
+                source=start,
+                target=end,
+                label=_edge_label(self._edges[start, end]),
+                waiting=format_ranks(waiting[start, end]),
+                parted=start in parted,
+            )
+            for start, end in sorted(shown)
+        ]
 
-    def _add_edges(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
+    def _add_edges(self, ranks: Iterable[int], edge: Edge, ends: Collection[int]) -> None:
         """Add an edge from the class of each rank to each end. If the rank's box on the page names
         a later op of the same channel, the edge names both ops.
         """
-        op = _named_op(edge.op)
-        ends = list(ends)
         for rank in ranks:
-            start = self._class_node(self.job.class_of[rank])
+            start, ops = self._class_node(self.job.class_of[rank]), [edge.op]
             in_box = self.job.block_of(rank)
-            is_later = (
+            if (
                 in_box is not None
                 and in_box.op.channel == edge.op.channel
                 and in_box.op.sequence_number > edge.op.sequence_number
-            )
+            ):
+                ops.append(in_box.op)
             for end in ends:
-                self._edges[start, end][op].add(rank)
-                if in_box is not None and is_later:
-                    self._edges[start, end][_named_op(in_box.op)].add(rank)
+                for op in ops:
+                    self._edges[start, end][_named_op(op)].add(rank)
 
     def _add_node(self, kind: str, number: int, node: GraphNode) -> int:
         """Return the index of the node of this kind and number, which is added if it is new."""
@@ -132,38 +134,26 @@ class _Fold:
             if ends - {job.class_of[edge.rank]}:
                 return [self._class_node(number) for number in sorted(ends)]
             answer = mismatch.answer
+            title = "These ranks are out of step" if answer is None else "These ranks disagree"
             details = [answer.detail] if answer is not None and answer.detail else []
-            node = GraphNode(
-                title="These ranks are out of step" if answer is None else "These ranks disagree",
-                lines=[phrase(next(iter(mismatch.ops.values()))), *details],
-                root=True,
-            )
-            return [self._add_node("mismatch", target.detail, node)]
-        if target.kind == "key":
-            return [
-                self._add_node(
-                    "key",
-                    target.detail,
-                    GraphNode(title=capital(key_phrase(edge.op)), lines=["not written"], root=True),
-                )
-            ]
-        if target.kind == "stuck":
+            lines = [phrase(next(iter(mismatch.ops.values()))), *details]
+        elif target.kind == "key":
+            title, lines = capital(key_phrase(edge.op)), ["not written"]
+        elif target.kind == "stuck":
             members = edge.instance.members
             done = job.examined.completed_on(edge.instance)
+            rest = sorted({*members} - {*done})
             title = (
-                f"Completed on {ranks_phrase(done)}, but not on"
-                f" {ranks_phrase(sorted({*members} - {*done}))}"
+                f"Completed on {ranks_phrase(done)}, but not on {ranks_phrase(rest)}"
                 if done
                 else f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
             )
-            return [
-                self._add_node(
-                    "stuck",
-                    target.detail,
-                    GraphNode(title=title, lines=[op_phrase(edge.op)], root=True),
-                )
-            ]
-        return [self._class_node(job.class_of[target.rank])] if target.rank in job.class_of else []
+            lines = [op_phrase(edge.op)]
+        else:
+            number = job.class_of.get(target.rank)
+            return [] if number is None else [self._class_node(number)]
+        node = GraphNode(title=title, lines=lines, root=True)
+        return [self._add_node(target.kind, target.detail, node)]
 
 
 def _awaited_in(mismatch: RecordMismatch, rank: int) -> Iterable[int]:
@@ -211,9 +201,10 @@ def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tupl
         for start, ends in grouped(pair for pair in edges if pair[0] != pair[1]).items()
     }
 
-    def reached(starts: Iterable[int]) -> set[int]:
+    @cache
+    def reached(start: int) -> set[int]:
         seen: set[int] = set()
-        todo = list(starts)
+        todo = list(after.get(start, ()))
         while todo:
             node = todo.pop()
             if node not in seen:
@@ -221,16 +212,16 @@ def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tupl
                 todo += after.get(node, ())
         return seen
 
-    reach = {node: reached(after[node]) for node in list(after)}
     kept: set[tuple[int, int]] = set()
     for start, ends in after.items():
         for end in ends:
             on_the_way = (
                 other
                 for other in ends - {end}
-                if end in reach.get(other, ())
-                and start not in reach.get(other, ())  # else they wait for each other
-                and other not in reach.get(end, ())
+                if end in reached(other)
+                # else two of them wait for each other
+                and start not in reached(other)
+                and other not in reached(end)
             )
             if not any(edges[start, end] <= edges[start, other] for other in on_the_way):
                 kept.add((start, end))
