@@ -79,7 +79,7 @@ def folder_to_fill(target: Path, mode: int) -> Iterator[tuple[int, bool, bool]]:
             " setting dump_dir."
         ) from error
     try:
-        yield folder, created, created or not names_in(folder) or marked_at(folder) is not None
+        yield folder, created, created or not names_in(folder) or read_marker(folder) is not None
     finally:
         os.close(folder)
 
@@ -156,17 +156,6 @@ def peek(folder: int, name: str, length: int) -> bytes | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def marked_at(folder: int) -> int | None:
-    """Return when commlens last saved into this folder (Unix ns), from its marker; None without
-    one.
-    """
-    marker = read_marker(folder)
-    if marker is None:
-        return None
-    saved_ns = marker.get("saved_ns")
-    return saved_ns if isinstance(saved_ns, int) else 0
 
 
 def read_marker(folder: int) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -43,7 +43,6 @@ from commlens.dumps.folder import (
     discard,
     exists,
     folder_to_fill,
-    marked_at,
     names_in,
     opened_folder,
     peek,
@@ -166,25 +165,37 @@ def _choose_target(
     if not began_ns:  # no box can be read, or the name itself holds the start
         return dump_root / name, marker
     taken: set[str] = set()
-    near: list[tuple[int, Path, dict[str, Any]]] = []
-    for path in sorted(dump_root.iterdir()) if dump_root.is_dir() else []:
-        with contextlib.suppress(OSError), opened_folder(path) as folder:
-            known = read_marker(folder)
-            if known is None or not isinstance(starts := known.get("began_ns"), dict):
-                continue
-            taken.add(path.name)
-            apart_ns = _apart_ns(starts, host, began_ns)
-            is_near = apart_ns < _SAME_START_NS
-            # Nodes whose launchers name no job have other ids, until the node that reports adds
-            # their ranks to its dump.
-            if is_near and (known.get("job") == marker["job"] or _has_added(folder, host, folders)):
-                near.append((apart_ns, path, known))
-    if near:
-        _, path, known = min(near, key=lambda each: each[0])
+    of_run: list[tuple[int, Path, dict[str, Any]]] = []  # dumps, with how far apart the starts are
+    for path, folder, known in _marked_in(dump_root):
+        if not isinstance(known.get("began_ns"), dict):
+            continue
+        taken.add(path.name)
+        apart_ns = _apart_ns(known["began_ns"], host, began_ns)
+        # Nodes whose launchers name no job have other ids, until the node that reports adds their
+        # ranks to its dump.
+        if apart_ns < _SAME_START_NS and (
+            known.get("job") == marker["job"] or _has_added(folder, host, folders)
+        ):
+            of_run.append((apart_ns, path, known))
+    if of_run:
+        _, path, known = min(of_run, key=lambda each: each[0])
         marker |= {"job": known.get("job"), "began_ns": {**known["began_ns"], host: began_ns}}
         return path, marker
     names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return dump_root / next(each for each in names if each not in taken), marker
+
+
+def _marked_in(dump_root: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """Yield each folder that commlens has made, with its descriptor and the content of its
+    marker.
+    """
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths = sorted(dump_root.iterdir())
+    for path in paths:
+        with contextlib.suppress(OSError), opened_folder(path) as folder:
+            if (marker := read_marker(folder)) is not None:
+                yield path, folder, marker
 
 
 def _apart_ns(starts: Mapping[str, Any], host: str, began_ns: int) -> int:
@@ -288,8 +299,7 @@ def save_dump(
         raise DumpError(
             f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {copied.notes[0]}"
         )
-    with contextlib.suppress(OSError):
-        _prune(dump_root, keep=max(keep, 1), current=target.name)
+    _prune(dump_root, keep=max(keep, 1), current=target.name)
     return target
 
 
@@ -469,17 +479,14 @@ def earlier_verdicts(
     """
     program = _program(_statuses(folders))
     found: list[tuple[int, int, Path]] = []
-    with contextlib.suppress(OSError):
-        for path in dump_root.iterdir() if program else ():
-            with contextlib.suppress(OSError), opened_folder(path) as opened:
-                marker = read_marker(opened) or {}
-                saved, began = marker.get("saved_ns"), marker.get("started_ns")
-                if not (isinstance(saved, int) and isinstance(began, int)):
-                    continue
-                is_recent = before_ns - EARLIER_WITHIN_NS < saved < before_ns
-                is_own = os.fstat(opened).st_uid == os.geteuid()
-                if marker.get("program") == program and is_recent and is_own:
-                    found.append((saved, saved - began, path))
+    for path, opened, marker in _marked_in(dump_root) if program else ():
+        saved, began = marker.get("saved_ns"), marker.get("started_ns")
+        if not (isinstance(saved, int) and isinstance(began, int)):
+            continue
+        is_recent = before_ns - EARLIER_WITHIN_NS < saved < before_ns
+        is_own = os.fstat(opened).st_uid == os.geteuid()
+        if marker.get("program") == program and is_recent and is_own:
+            found.append((saved, saved - began, path))
     verdicts = []
     for _, lasted_ns, path in sorted(found, reverse=True)[:EARLIER_MAX]:
         with contextlib.suppress(OSError), opened_folder(path) as opened:
@@ -575,10 +582,9 @@ def _json(content: dict[str, Any]) -> bytes:
 def _prune(dump_root: Path, *, keep: int, current: str) -> None:
     """Delete the oldest marked job folders beyond ``keep``. Undeletable ones stay."""
     marked: list[tuple[int, Path]] = []
-    for path in dump_root.iterdir():
-        with contextlib.suppress(OSError), opened_folder(path) as folder:
-            saved_ns = marked_at(folder)
-            if saved_ns is not None and path.name != current:
-                marked.append((saved_ns, path))
+    for path, _, marker in _marked_in(dump_root):
+        saved_ns = marker.get("saved_ns")
+        if path.name != current:
+            marked.append((saved_ns if isinstance(saved_ns, int) else 0, path))
     for _, path in sorted(marked, reverse=True)[keep - 1 :]:
         discard(path)

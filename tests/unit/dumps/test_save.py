@@ -219,6 +219,19 @@ class TestSaving:
             " with the setting dump_dir."
         )
 
+    def test_a_folder_in_which_names_cannot_be_read(self) -> None:
+        """As a site's folder for everybody's dumps: one may write into it, and not see others'."""
+        with open_folder() as folder:
+            job_dir, dumps = live_job(folder, 1), folder / "dumps"
+            dumps.mkdir()
+            dumps.chmod(0o333)
+            for path in (job_dir, *job_dir.iterdir()):
+                path.chmod(0o777)
+            with unprivileged():
+                saved = save_dump(job_dir, dumps, {}, host="n03", keep=3)
+                assert earlier_verdicts(dumps, [job_dir], time.time_ns()) == []
+            assert saved == dumps / dump_name([job_dir]) and ranks_of(read_evidence([saved])) == [0]
+
     @pytest.mark.launches
     @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (2000, 1)])
     def test_no_room(self, tmp_path: Path, limit: int, saved: int) -> None:
