@@ -393,45 +393,40 @@ def _model(site: str | None) -> str | None:
 
 
 def _pair_change(name: str, group: list[_Pair]) -> Change:
+    """Describe collectives that changed, moved or were replaced, all in the same way."""
     amount = sum((pair.amount for pair in group), Fraction())
     one, other, _ = group[0]
     site, modules = _site(pair.before for pair in group)
-    site_after, _ = _site(pair.after for pair in group)
-    before, after = (
-        wording.place(one.phase, _model(site)),
-        wording.place(other.phase, _model(site_after)),
-    )
-    within = wording.within(one.phase, _model(site))
-    collectives = f"{number(_plain(amount))} {one.op} on {one.group}"
-    changed = _difference(one, other)
+    where = f" {wording.within(one.phase, _model(site))}"
+    differences = _difference(one, other)
+    # where it moved to or what replaced it, in words and as a difference; the others come after it
+    change, main = "", {}
     if name == "moved":
-        changed = _restricted_to(changed, ("dtype", "group size", "placements", "reduce op"))
+        differences = _restricted_to(
+            differences, ("dtype", "group size", "placements", "reduce op")
+        )
         if one.group != other.group:
-            sentence = f"{collectives} {within}: now on {other.group}"
-            changed = {"group": (one.group, other.group), **changed}
+            change, main = f"now on {other.group}", {"group": (one.group, other.group)}
         else:
-            sentence = f"{collectives}: moved from {before} to {after}"
-            changed = {"place": (before, after), **changed}
+            site_after, _ = _site(pair.after for pair in group)
+            before = wording.place(one.phase, _model(site))
+            after = wording.place(other.phase, _model(site_after))
+            where, change, main = "", f"moved from {before} to {after}", {"place": (before, after)}
     elif name == "replaced":
-        sentence = f"{collectives} {within}: replaced by {other.op}"
-        kept = _restricted_to(changed, ("dtype", "group size", "placements"))
-        changed = {"op": (one.op, other.op), **kept}
+        differences = _restricted_to(differences, ("dtype", "group size", "placements"))
+        change, main = f"replaced by {other.op}", {"op": (one.op, other.op)}
         if one.wire_bytes != other.wire_bytes:
             was, now = two_sizes(one.wire_bytes, other.wire_bytes)
-            sentence += f", {now} on the wire instead of {was}"
-    else:
-        sentence = f"{collectives} {within}: {_features(changed)}"
-    rest = _restricted_to(changed, changed.keys() - {"group", "place", "op"})
-    if name != "changed" and rest:
-        sentence += f", {_features(rest)}"
+            change += f", {now} on the wire instead of {was}"
+    words = ", ".join(filter(None, (change, _features(differences))))
     return Change(
         kind=name,
-        sentence=sentence,
+        sentence=f"{number(_plain(amount))} {one.op} on {one.group}{where}: {words}",
         op=one.op,
         phase=wording.phase_name(one.phase),
         module=_model(site),
         group=one.group,
-        changed=changed,
+        changed={**main, **differences},
         calls_before=_plain(amount),
         calls_after=_plain(amount),
         wire_bytes_before=_plain(sum((p.before.wire_bytes * p.amount for p in group), Fraction())),
@@ -453,39 +448,32 @@ def _features(changed: Differences) -> str:
 def _alone_change(
     kind: str, group: Mapping[ComparedFields, Fraction], old: Amounts, new: Amounts
 ) -> Change:
-    """Describe new or missing collectives; if the same op remains in the same place, only its
-    number changed.
+    """Describe new or missing collectives; if both traces have the same op in the same place, only
+    its number changed.
     """
     first = next(iter(group))
     site, modules = _site(group)
     places = {(one.op, one.phase, one.site, one.group) for one in group}
 
-    def totals(amounts: Amounts) -> tuple[Fraction, Fraction]:
-        same = {
+    def there(amounts: Amounts) -> Amounts:
+        return {
             one: amount
             for one, amount in amounts.items()
             if (one.op, one.phase, one.site, one.group) in places
         }
-        return sum(same.values(), Fraction()), _weight(same)
 
-    (calls_before, bytes_before), (calls_after, bytes_after) = totals(old), totals(new)
-    difference = sum(group.values(), Fraction())
-    collectives = f"{first.op} on {first.group}"
-    where = wording.within(first.phase, _model(site))
-    carried = size(_plain(_weight(group)))
-    if not (calls_before if kind == "new" else calls_after):
-        sentence = (
-            f"{kind}: {number(_plain(difference))} {collectives} {where}, {carried} on the"
-            f" wire{_purpose(group)}"
-        )
-    else:
+    before, after = there(old), there(new)
+    calls_before, calls_after = sum(before.values(), Fraction()), sum(after.values(), Fraction())
+    difference = number(_plain(sum(group.values(), Fraction())))
+    collectives = f"{first.op} on {first.group} {wording.within(first.phase, _model(site))}"
+    carried = f"{size(_plain(_weight(group)))} on the wire"
+    if before and after:
         kind = "count"
         more = "more" if calls_after > calls_before else "fewer"
-        sentence = (
-            f"{number(_plain(difference))} {more} {collectives} {where}"
-            f" ({number(_plain(calls_after))} instead of {number(_plain(calls_before))}), {carried}"
-            " on the wire"
-        )
+        was, now = number(_plain(calls_before)), number(_plain(calls_after))
+        sentence = f"{difference} {more} {collectives} ({now} instead of {was}), {carried}"
+    else:
+        sentence = f"{kind}: {difference} {collectives}, {carried}{_purpose(group)}"
     return Change(
         kind=kind,
         sentence=sentence,
@@ -495,8 +483,8 @@ def _alone_change(
         group=first.group,
         calls_before=_plain(calls_before),
         calls_after=_plain(calls_after),
-        wire_bytes_before=_plain(bytes_before),
-        wire_bytes_after=_plain(bytes_after),
+        wire_bytes_before=_plain(_weight(before)),
+        wire_bytes_after=_plain(_weight(after)),
         modules=modules,
     )
 
