@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,31 @@ def test_ras_is_asked_once_when_a_stall_is_suspected(tmp_path: Path) -> None:
             node.close()
     assert told is not None and told.communicators[0].behind[0].pid == 71
     assert server.commands.count("verbose status") == 1
+
+
+def test_what_is_asked_for_while_it_is_done_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NodeFiles(tmp_path)
+    first, release, asked = threading.Event(), threading.Event(), []
+
+    def ask(environment: Mapping[str, str]) -> None:
+        asked.append(environment)
+        first.set()
+        release.wait(30)
+
+    monkeypatch.setattr(monitor.ras, "ask", ask)
+    node = Monitor(tmp_path)
+    try:
+        node.look_now({"RANK": "0"})
+        assert first.wait(20)
+        node.look_now({"RANK": "1"})
+        release.set()
+        node.report(RANKS, wait_s=20)
+    finally:
+        release.set()
+        node.close()
+    assert asked == [{"RANK": "0"}, {"RANK": "1"}]
 
 
 def test_a_source_that_blocks_holds_nobody_up(
