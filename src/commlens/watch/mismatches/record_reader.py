@@ -149,11 +149,8 @@ class RecordReader:
         # The loop runs once per record of every rank: local names, and one look-up per blob.
         comparison, rank, heartbeat = self._comparison, self.rank, self.tail.heartbeat
         channels, signatures, stacks = self._channels, self._signatures, self._stacks
-        needs_more, needs_all_ranks = (
-            comparison.signatures.needs_more,
-            comparison.signatures.needs_all_ranks,
-        )
-        add, pending = comparison.add, self._pending
+        table, add, pending = comparison.signatures, comparison.add, self._pending
+        needs_more, needs_all_ranks = table.needs_more, table.needs_all_ranks
         touched: dict[int, ChannelProgress] = {}
         for (
             index,
@@ -177,15 +174,13 @@ class RecordReader:
             if peer >= 0 or flags & L.FLAG_ANY_SOURCE:
                 self._add_message(channel, signature, number, tag, peer, touched)
                 continue
-            if coalescing:
+            if coalescing:  # only the record that ends the group is a call of all ranks
                 if not flags & L.FLAG_COALESCED_END:
                     self._add_member(channel, coalescing, signature, number, index)
                     continue
                 group_members = self._coalesced.pop(coalescing, [])
                 is_whole = members > 0 and len(group_members) == members
-                signature = (
-                    comparison.signatures.intern_group(tuple(group_members)) if is_whole else 0
-                )
+                signature = table.intern_group(tuple(group_members)) if is_whole else 0
             if not number:
                 continue
             if number == 1:
@@ -292,11 +287,11 @@ class RecordReader:
         """
         comparison = self._comparison
         self._heartbeat = self.tail.heartbeat
-        floor = self.tail.issued - self.tail.capacity
+        overwritten = self.tail.issued - self.tail.capacity  # records up to this index
         ready = []
         while self._pending and (ended or self._pending[0][0] != self._heartbeat):
             record = self._pending.popleft()
-            if record[1] > floor:
+            if record[1] > overwritten:
                 ready.append(record)
         if not ready:
             return
