@@ -230,8 +230,9 @@ class Reporter:
         self.verdict = verdict
         self.verdict_stands = True
         if self._before_restart and verdict.is_fault and verdict.findings:
-            said = sentence(f"Before the workers were restarted: {self._before_restart}")
-            verdict.findings[0].evidence.append(said)
+            verdict.findings[0].evidence.append(
+                sentence(f"Before the workers were restarted: {self._before_restart}")
+            )
 
     def report_slow(self, verdict: Verdict) -> None:
         """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the

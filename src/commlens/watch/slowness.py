@@ -268,10 +268,11 @@ class Slowness:
             self.paces.clear()
         self.paces = [*self.paces, *paces][-_KEPT:]
         self._condensed = condensed(self.paces)
-        news = self._judge_ranks(ranks)
-        for pace in paces:
-            news += self._judge_steps(pace)
-        return [*news, *self._judge_transfers(ranks)]
+        return [
+            *self._judge_ranks(ranks),
+            *(line for pace in paces for line in self._judge_steps(pace)),
+            *self._judge_transfers(ranks),
+        ]
 
     def _judge_ranks(self, ranks: Sequence[Member]) -> list[Verdict | Line]:
         slow = self._slow = self._slow_ranks({member.rank for member in ranks})
