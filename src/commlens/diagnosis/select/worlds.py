@@ -92,6 +92,7 @@ class _Claim(NamedTuple):
     member: int  # its rank in the group
     number: int  # of the process, among those of all worlds
     has_ended: bool
+    label: str  # of the group
 
 
 class _Groups:
@@ -104,15 +105,14 @@ class _Groups:
         self.presumed: list[Outsider] = []
         self.size = worlds[-1].first + worlds[-1].size
         self.has_several_worlds = len(worlds) > 1
-        self._next = self.size  # number of the next outsider
         self._worlds = dict(zip(worlds, runs, strict=True))
         self._channels: dict[tuple[Channel, JobWorld, int], Channel] = {}  # made by `channel`
-        # by group and the number of a process in it: the members, for processes that claim one
-        # place are in different groups
+        # by group and the number of a process in it, as processes that claim one place are in
+        # different groups: the numbers of the members
         self._ranks: dict[tuple[StoreIdentity, int], tuple[int, ...]] = {}
         # by rank beyond the size of its world: its number
         self._beyond: dict[tuple[JobWorld, int], int] = {}
-        claims, labels = self._claims_and_labels()
+        claims = self._claims()
         # the processes that wait for such a member themselves: none of them is the missing one
         self._incomplete = {
             claim.number
@@ -120,46 +120,39 @@ class _Groups:
             if len(known) < identity.size
             for claim in known
         }
-        times = Counter(labels.values())
+        times = Counter(known[-1].label for known in claims.values())
         # complete groups first: `_world_of` reads from them which ranks a world's groups have
         for identity in sorted(claims, key=lambda each: (len(claims[each]) < each.size, each)):
-            label, known = labels[identity], claims[identity]
-            if identity.store:
-                self._place_members(identity, known, label if times[label] == 1 else identity.store)
-            else:  # a store in memory, say: nothing shows which of these processes meet
-                for claim in known:
-                    self._place_members(identity, [claim], label)
+            label = claims[identity][-1].label
+            if times[label] > 1:
+                label = identity.store or label
+            self._place_members(identity, claims[identity], label)
 
-    def _claims_and_labels(
-        self,
-    ) -> tuple[dict[StoreIdentity, list[_Claim]], dict[StoreIdentity, str]]:
-        """Return, by group, the processes that say that they are in it, and its label."""
+    def _claims(self) -> dict[StoreIdentity, list[_Claim]]:
+        """Return, by group, the processes that say that they are in it."""
         claims: dict[StoreIdentity, list[_Claim]] = defaultdict(list)
-        labels: dict[StoreIdentity, str] = {}
         for world, logs in self._worlds.items():
             for log in logs:
                 for made, label in _made_by(log).items():
                     identity = identity_of(log, made)
                     number, has_ended = world.first + log.rank, log.observation.has_ended
-                    claims[identity].append(_Claim(made.member, number, has_ended))
-                    labels[identity] = label
-        return claims, labels
+                    claims[identity].append(_Claim(made.member, number, has_ended, label))
+        return claims
 
     def _place_members(self, identity: StoreIdentity, claims: Sequence[_Claim], label: str) -> None:
-        """Set the members of a group for the processes that claim to be in it. If two living ones
-        claim one place, these are several groups: of each, only one member is known. A process
-        that has ended may have been started again, and both claim the place.
+        """Set the members of a group for the processes that claim to be in it.
+
+        If two living ones claim one place, or if the group has no store that could be compared,
+        these may be several groups: of each, only one member is known. A process that has ended
+        may have been started again: the living one has the place.
         """
         living = [claim for claim in claims if not claim.has_ended] or claims
-        members = {claim.member: claim.number for claim in living}
-        if len(members) < len(living):
-            for claim in claims:
-                ranks = self._members(identity, {claim.member: claim.number}, label)
-                self._ranks[identity, claim.number] = ranks
-            return
-        ended = {claim.member: claim.number for claim in claims}
-        ranks = self._members(identity, ended | members, label)
-        self._ranks |= {(identity, claim.number): ranks for claim in claims}
+        meet = bool(identity.store) and len({claim.member for claim in living}) == len(living)
+        for members in [claims] if meet else [[claim] for claim in claims]:
+            ended_first = sorted(members, key=lambda claim: not claim.has_ended)
+            known = {claim.member: claim.number for claim in ended_first}
+            ranks = self._members(identity, known, label)
+            self._ranks |= {(identity, claim.number): ranks for claim in members}
 
     def _members(
         self, identity: StoreIdentity, known: Mapping[int, int], label: str
@@ -177,8 +170,7 @@ class _Groups:
             if world is not None and world.first + member not in self._incomplete:
                 ranks[member], kind = world.first + member, self.presumed
             else:
-                ranks[member], kind = self._next, self.outsiders
-                self._next += 1
+                ranks[member], kind = self._next_outsider(), self.outsiders
             kind.append(Outsider(ranks[member], label, member, identity.size))
         return tuple(ranks[member] for member in range(identity.size))
 
@@ -207,11 +199,13 @@ class _Groups:
         if rank in range(world.size):
             return world.first + rank
         if (world, rank) not in self._beyond:
-            self._beyond[world, rank] = self._next
+            self._beyond[world, rank] = self._next_outsider()
             name = world.name if self.has_several_worlds else "rank"
-            self.outsiders.append(Outsider(self._next, name, rank, 0))
-            self._next += 1
+            self.outsiders.append(Outsider(self._beyond[world, rank], name, rank, 0))
         return self._beyond[world, rank]
+
+    def _next_outsider(self) -> int:
+        return self.size + len(self.outsiders)
 
     def channel(self, log: RankLog, channel: Channel, world: JobWorld) -> Channel:
         """Return a channel with numbers in place of ranks."""
