@@ -119,21 +119,24 @@ def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective
     if ahead:
         return "skipped" if ahead > 0 else "extra"
     history = [op for op in job.views[rank].history if op.index < own.index][-_RECENT:]
-    same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
-    if not same:  # perhaps the line of a helper, called from another place
+    like_own = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
+    if not like_own:  # perhaps the line of a helper, called from another place
         return "either" if any((op.op, op.source) == (own.op, own.source) for op in history) else ""
-    # How many like ``expected`` came between the last two like ``own``, and since the last one? If
-    # the rank used to issue ``e o e o`` and now issues ``o`` after ``o``: 1, and 0.
+    # If the rank used to issue ``e o e o`` and now issues ``o`` after ``o``, one like ``expected``
+    # came in its last round, and none in this one.
+    previous, latest = [-1, *like_own][-2:]
     wanted = (expected.op, expected.channel.key)
-    previous, latest = [-1, *same][-2:]
     is_wanted = [(op.op, op.channel.key) == wanted for op in history]
-    between, since = sum(is_wanted[previous + 1 : latest]), sum(is_wanted[latest + 1 :])
-    if since >= between:
+    in_last_round, in_this_round = (
+        sum(is_wanted[previous + 1 : latest]),
+        sum(is_wanted[latest + 1 :]),
+    )
+    if in_this_round >= in_last_round:
         return ""
-    # ``own`` may be an extra op, unless as many optimizer steps as before it have passed again
-    steps_before = history[latest].step - history[previous].step if previous >= 0 else 0
-    in_time = 0 < steps_before <= own.step - history[latest].step
-    return "skipped" if between == 1 or in_time else "either"
+    # ``own`` may be an extra op, unless as many optimizer steps as in the last round have passed
+    steps_of_round = history[latest].step - history[previous].step if previous >= 0 else 0
+    is_due = 0 < steps_of_round <= own.step - history[latest].step
+    return "skipped" if in_last_round == 1 or is_due else "either"
 
 
 def steps_ahead(job: JobIndex, rank: int, own: Collective, other: Collective) -> int:

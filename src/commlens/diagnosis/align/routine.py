@@ -234,15 +234,13 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     as the evaluation after the first epoch: then the others may be wrong to stay away.
 
     It has if its last collectives, up to this one, come from lines that issued none before. After
-    many collectives or several steps there, that part is routine.
+    many collectives or several steps there, that part is routine. If the rank passed this place
+    often and never went there, only what the function with the loop does after it is such a part.
     """
     lines = ops[position].call_lines
-    if _has_passed_often(ops, position):
-        # It passed this place in many steps and never went there. But what the function with the
-        # loop does after it is new as well.
-        is_new = all(op.call_lines != lines for op in ops[:position])
-        return is_new and _is_after_loop(lines, ops[position - 1].call_lines)
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
+    if _has_passed_often(ops, position):
+        return first == position and _is_after_loop(lines, ops[position - 1].call_lines)
     is_long = first < position - _LONGEST_VISIT or ops[position].step >= ops[first].step + _REPEATS
     if not lines or first == 0 or is_long:
         return False

@@ -143,7 +143,8 @@ class _RankWithNccl:
         groups = [*{id(op.channel): op.channel.group for op in device}.values()]
         calls = _CallsByThread(device)
         communicators = log.nccl.communicators if log.nccl is not None else ()
-        self._writes_launches = log.nccl is not None and log.nccl.level != "calls"
+        # else it is not known whether the rank's graphs launched any
+        self._notes_launches = log.nccl is not None and log.nccl.level != "calls"
         self._comms = [
             comm
             for comm in communicators
@@ -159,7 +160,7 @@ class _RankWithNccl:
     def _place(self, comm: NcclCommunicator, calls: _CallsByThread) -> None:
         """Place a communicator's operations in the records of the calls that made them."""
         placed: dict[int, list[NcclOp]] = defaultdict(list)
-        known = {False: {0}, True: {0}}  # numbers of collectives, and of messages
+        known = {False: {0}, True: {0}}  # by whether they are messages: the numbers of all calls
         for op in comm.ops:
             if op.is_replay:
                 continue
@@ -183,7 +184,7 @@ class _RankWithNccl:
         added: list[Collective] = []
         unused: list[ProcessGroup] = []
         for comm in self._comms:
-            for of_graphs in (False, True) if self._writes_launches else (False,):
+            for of_graphs in (False, True) if self._notes_launches else (False,):
                 if _Part(comm.hash, of_graphs) not in parts:
                     continue
                 channel = _channel_of(comm, of_graphs)
@@ -312,12 +313,13 @@ def _records_of(
     since_ns = log.collectives[0].announced_ns if is_wrapped else 0
     knows_kernels = not of_graphs or _knows_launched_kernels(comm)
     for op in comm.ops:
-        is_other = op.is_replay != of_graphs or op.captured != of_graphs
-        if op.is_message or is_other or op.called_ns < since_ns:
+        # a call that was captured did not run: its launches are those of graphs
+        is_of_part = (op.is_replay, op.captured) == (of_graphs, of_graphs)
+        if op.is_message or not is_of_part or op.called_ns < since_ns:
             continue
         record = _record_of(op, channel)
-        is_over = not of_graphs and op.number < comm.finished  # one behind it has ended
-        if is_over and not op.has_stopped:
+        is_passed = not of_graphs and op.number < comm.finished  # one behind it has ended
+        if is_passed and not op.has_stopped:
             record.state, record.learned_how = State.COMPLETED, LearnedHow.NATIVE_RECORDER
             record.nccl = (op,)
             yield record
