@@ -741,6 +741,42 @@ def test_what_runs_in_a_graph_leaves_a_fault_after_it_open() -> None:
     assert verdict.kind == "undetermined" and "captures a CUDA graph" in verdict.explanation
 
 
+def uses_a_gpu() -> None:
+    begin()
+    side = torch.cuda.Stream()
+    x = torch.ones(4, device="cuda", pin_memory=True)
+    with torch.cuda.stream(side), torch.cuda.nvtx.range("copy"):
+        x.record_stream(side)
+        y = torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    torch.Event(device="cuda").record(torch.Stream(device="cuda"))
+    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.cuda.nccl.version() > (2,)
+    dist.all_reduce(x + y)
+
+
+def needs_a_gpu_that_is_no_fake() -> None:
+    begin()
+    torch.cuda.memory._dump_snapshot("/dev/null")
+    dist.barrier()
+
+
+def needs_a_type_of_gpus() -> None:
+    begin()
+    torch.cuda.FloatTensor(2)
+    dist.barrier()
+
+
+def test_a_program_that_uses_a_gpu() -> None:
+    verdict = checked(uses_a_gpu)
+    assert verdict.kind == "healthy" and not verdict.missing_evidence, verdict
+
+
+@pytest.mark.parametrize("program", [needs_a_gpu_that_is_no_fake, needs_a_type_of_gpus])
+def test_what_the_fake_gpu_lacks_is_no_fault(program: Any) -> None:
+    verdict = checked(program)
+    assert verdict.kind == "undetermined" and "fake GPU" in verdict.explanation, verdict
+
+
 def meets_a_barrier_in_ddp() -> None:
     rank = begin()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))

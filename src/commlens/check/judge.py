@@ -191,7 +191,7 @@ def _guesses(
 ) -> list[Guess]:
     """Return the guesses on which the fault depends, and the files because of which ranks may take
     other branches in a real run, or the culprits may have failed: a rank that runs alone does not
-    find a file that other ranks write.
+    find a file that other ranks write, and its GPU is no real one.
     """
     states = outcome.ranks
     guesses = [
@@ -205,9 +205,9 @@ def _guesses(
         *guesses,
         *(Guess("file", (frame,)) for frame in changed),
         *(
-            Guess("file", sequence.exception_stack)
+            Guess(sequence.misses, sequence.exception_stack)
             for sequence in _failed(outcome, culprits)
-            if sequence.misses_a_file
+            if sequence.misses is not None
         ),
     ]
 

@@ -35,6 +35,10 @@ from commlens.tracing.preview.world import FakeWorld
 
 _ERROR_MAX = 2000
 _SLEEP_MAX_S = 0.001
+_TORCH = os.path.dirname(torch.__file__)  # noqa: PTH120
+# what of torch answers for GPUs; an error of it comes from so many frames at most
+_GPU = tuple(os.path.join(_TORCH, part, "") for part in ("cuda", "accelerator"))  # noqa: PTH118
+_NEAR = 4
 _OURS = (FrameKind.COMMLENS, FrameKind.PYTHON)
 _SHARED = (FrameKind.TORCH, FrameKind.LIBRARY, FrameKind.PYTHON)
 
@@ -212,7 +216,12 @@ def _note_error(sequence: RankSequence, error: BaseException) -> None:
     name = "SystemExit" if isinstance(error, SystemExit) else type(error).__name__
     sequence.exception = f"{name}: {first}"[:_ERROR_MAX] if first else name
     sequence.exception_stack = stack_of_traceback(error.__traceback__)
-    sequence.misses_a_file = misses_a_file(error)
+    if misses_a_file(error):
+        sequence.misses = "file"
+    elif "cuda" in str(error).lower() or any(
+        frame.file.startswith(_GPU) for frame in sequence.exception_stack[:_NEAR]
+    ):
+        sequence.misses = "gpu"
 
 
 def warm_up() -> None:

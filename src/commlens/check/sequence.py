@@ -24,6 +24,7 @@ GuessKind = Literal[
     "source",  # the sender whose message a receive from any source took
     "file",  # a file that other ranks write
     "thread",  # several threads issue collectives: their order may differ in each run
+    "gpu",  # what the fake GPU may lack
     "graph",  # values that a CUDA graph computes at each replay
 ]
 
@@ -129,7 +130,7 @@ class RankSequence(msgspec.Struct):
     exit_code: int = 0
     exception: str | None = None  # that ended the program, in one line
     exception_stack: Stack = ()
-    misses_a_file: bool = False  # the exception is due to a file that does not exist
+    misses: GuessKind | None = None  # may be what led to the exception: "file" or "gpu"
     left: bool = False  # it has destroyed its process groups
     cut_off: bool = False  # ended by us, after the requested number of steps or out of time
     out_of_time: bool = False

@@ -25,6 +25,7 @@ _GUESSES = {
     "source": "uses the number of the rank whose message a receive from any rank took",
     "file": "needs a file that another rank may write",
     "thread": "issues collectives from several threads",
+    "gpu": "needs what the fake GPU of this check may lack",
     "graph": "captures a CUDA graph, which this check runs once, at its capture, and not at each"
     " replay",
 }

@@ -329,7 +329,7 @@ def test_ranks_that_ask_at_different_moments_prove_nothing_if_they_came_so_far(
 def one_misses_a_file(rank: Player) -> None:
     if rank.rank == 2:
         rank.raises("FileNotFoundError: [Errno 2] No such file or directory: 'part1.pt'")
-        rank.sequence.misses_a_file = True
+        rank.sequence.misses = "file"
     else:
         rank.collective()
 

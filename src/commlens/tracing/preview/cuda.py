@@ -44,6 +44,7 @@ def _device_on_cpu(value: Any) -> Any:
 
 
 _ASKED_BY_TORCH = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
+_STAYING = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 _TO = (torch.Tensor.to, torch._C._nn._parse_to)
 
 
@@ -51,11 +52,13 @@ class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
     """Maps devices in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+        if func in _STAYING:
             return args[0]
         kwargs = kwargs or {}
         if func is torch.device:  # stays visible to the program; mapped where it is used
             return func(*args, **kwargs)
+        if "pin_memory" in kwargs:
+            kwargs = {**kwargs, "pin_memory": False}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _device_on_cpu(kwargs["device"])}
         if args and any(isinstance(each, (torch.device, str)) for each in args):
@@ -108,6 +111,10 @@ class FakeCuda:
             "default_stream": _NoOp(),
             "set_stream": nothing,
             "graph_pool_handle": (0, 0),
+            "memory_snapshot": [],
+            "reset_accumulated_memory_stats": nothing,
+            "set_sync_debug_mode": nothing,
+            "get_sync_debug_mode": 0,
         }
         for name, answer in answers.items():
             # Calls that would raise without a GPU are answered for torch too, which makes them only
@@ -118,13 +125,18 @@ class FakeCuda:
         patches.replace(cuda, "CUDAGraph", _Graph)
         patches.replace(cuda, "graph", _capture_of)
         patches.wrap(cuda, "is_current_stream_capturing", lambda original: _Graph.captures)
-        for name in ("Stream", "Event", "device", "stream"):
-            if isinstance(getattr(cuda, name), type):
+        patches.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        patches.wrap(cuda.nccl, "version", _answering((2, 27, 3), for_torch=True))
+        patches.replace(torch, "Generator", _Generator)
+        for name in ("Stream", "Event"):
+            patches.replace(torch, name, _NoOp)
+        for name in ("Stream", "Event", "device", "stream", "MemPool", "use_mem_pool"):
+            if isinstance(getattr(cuda, name, None), type):
                 patches.replace(cuda, name, _NoOp)
             else:
                 patches.wrap(cuda, name, _answering(_NoOp()))
         for name in ("range_push", "range_pop", "mark"):
-            patches.wrap(cuda.nvtx, name, _answering(nothing))
+            patches.wrap(cuda.nvtx, name, _answering(nothing, for_torch=True))
         if accelerator is not None:
             if hasattr(accelerator, "Graph"):  # not on all versions
                 patches.replace(accelerator, "Graph", _Graph)
@@ -200,6 +212,13 @@ class _Graph(_NoOp):
     def capture_end(self) -> None:
         """Note that no work is captured any more."""
         _Graph.captures = False
+
+
+class _Generator(torch.Generator):  # type: ignore[misc]
+    """A generator of random numbers, on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, _device_on_cpu(device))
 
 
 def _capture_of(cuda_graph: _Graph, *args: Any, **kwargs: Any) -> _Graph:
