@@ -96,7 +96,7 @@ def test_demo_lists_its_scenarios(run_commlens: RunCommlens) -> None:
     [
         (["no-such-thing"], "no scenario 'no-such-thing'"),
         (["--nproc-per-node", "3"], "4, 8"),
-        (["swap-three-groups", "--nproc-per-node", "2"], "4, 8"),
+        (["mismatch-root", "--nproc-per-node", "2"], "4, 8"),
     ],
 )
 def test_demo_refuses_unknown_scenarios_and_sizes(

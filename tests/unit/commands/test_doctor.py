@@ -20,7 +20,7 @@ def test_doctor_says_which_engine_and_recorder_and_why(
     assert without.returncode == 0, without.stderr
     assert "\nengine           python, because the native engine was not built" in without.stdout
     [line] = [line for line in without.stdout.splitlines() if line.startswith("recorder ")]
-    assert "by default" in line and "; read through _dump_" in line
+    assert "2000 entries, as commlens sets it; read through _dump_" in line
     built = run_commlens("doctor", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
     assert (
         "\nengine           native, because it was built for this torch and Python" in built.stdout
