@@ -272,7 +272,11 @@ class _ShiftSearch:
         furthest = min(_FURTHEST, max(max(self._ops), max(self._usual)) - start + 1)
         for distance in range(1, furthest + 1):
             both = (self._shift_by(by, start) for by in (distance, -distance))
-            found = [shift for shift in both if shift is not None]
+            found = [
+                shift
+                for shift in both
+                if shift and (self._differ(start) or self._is_shown_by_lines(shift))
+            ]
             if found:
                 return found[0] if len(found) == 1 else self._likelier(*found)
         return None
@@ -329,6 +333,56 @@ class _ShiftSearch:
         skipped = usual[first] if by > 0 else ops[first]
         departure: Departure = "skipped" if by > 0 else "extra"
         return Shift(self._rank, first, by, skipped, ops[first], len(pairs), departure)
+
+    def _is_shown_by_lines(self, shift: Shift) -> bool:
+        """Return whether lines that the rank and the others share show a shift: before it, each met
+        itself; after it, they meet other lines, and themselves if shifted, for a full round.
+
+        Only these tell, as two branches may come to their own lines in any order and number::
+
+            rank == 0   50  50  10  10  10  10
+            others      20  21  20  21  20  21
+
+        Steps alone do not tell, as a rank may step when it likes. They do if they were equal for
+        several steps, and the ranks' last collectives show that something is wrong.
+        """
+        lines = {
+            number: (_line_of(op), _line_of(self._usual[number]))
+            for number, op in self._ops.items()
+            if number in self._usual
+        }
+        own, theirs = (set(each) for each in zip(*lines.values(), strict=True))
+        shared = own & theirs - {None}
+        shifted = [
+            _line_of(mine)
+            for mine, other in self._met_after(shift.number, shift.by)
+            if _line_of(mine) == _line_of(other) and _line_of(mine) in shared
+        ]
+
+        def is_apart(pair: tuple[Hashable, Hashable]) -> bool:
+            return pair[0] != pair[1] and not shared.isdisjoint(pair)
+
+        before = [pair for number, pair in lines.items() if number < shift.number]
+        in_step = [mine for mine, other in before if mine == other]
+        if (
+            any(map(is_apart, before))
+            or not set(shifted) <= set(in_step)
+            or min(len(in_step), len(shifted)) < max(_MATCHES_OF_LINES, len(set(in_step)))
+            or len(shifted) < abs(shift.by)
+        ):
+            return False
+        later = [number for number in lines if number >= shift.number]
+        apart = [pair for number in later if is_apart(pair := lines[number])]
+        if len(apart) >= max(_MATCHES_OF_LINES, len(later) / 2):
+            return True
+        steps = {self._ops[number].step for number in lines if number < shift.number}
+        one_waits = max(self._usual) - max(self._ops) == shift.by and not self._cut
+        return len(steps) >= _MATCHES_OF_LINES and (one_waits or any(map(self._differ, later)))
+
+    def _differ(self, number: int) -> bool:
+        """Return whether op or sizes differ, which no program may do."""
+        mine, theirs = self._ops[number], self._usual[number]
+        return mine.op != theirs.op or _sizes(mine) != _sizes(theirs)
 
     def _first_extra(self, start: int, by: int) -> int:
         """Return the number of the first extra collective, which may have paired up unnoticed

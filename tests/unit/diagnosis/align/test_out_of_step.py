@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from builders import Job, Step, all_reduce
 from flight_recorder_dumps import dump, entry
 from goldens import hold
 
 from commlens import diagnose
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.verdict import Verdict
 
 START_NS = 1_700_000_000_000_000_000
@@ -98,6 +100,56 @@ def test_two_halves_may_have_lines_of_their_own(
     """Between two halves is no majority, and a branch for each half looks the same as a skip."""
     verdict = skip_once(tmp_path, range(size), range(0, size, 2), end)
     assert (verdict.kind, verdict.why == "skipped") == (kind, False)
+
+
+def lines_of_each_rank(*lines: list[int], size: int, step_at: Collection[int] = ()) -> Verdict:
+    """Diagnose a job in which rank 0 issues all_reduces from the first lines, and the other ranks
+    from the second. At the places ``step_at``, rank 0 steps before them, and the others after.
+    """
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for number, line in enumerate(lines[min(rank, 1)]):
+            if number in step_at and rank == 0:
+                yield Step()
+            yield all_reduce(job.world, 1, line=line)
+            if number in step_at and rank > 0:
+                yield Step()
+
+    return diagnose_logs(Job(size).run(program).logs())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ([50, 50, 10, 10, 10, 10], [20, 21, 20, 21, 20, 21]),
+        ([50, 50, 50, 10, 11, 10], [25, 25, 20, 20, 20, 20]),
+        ([10, 11] * 6, [11, 10] * 6),  # two roles, by turns
+        ([5, *[10, 11] * 6], [5, *[11, 10] * 6]),
+        ([10] * 6 + [11] * 6, [10] * 7 + [11] * 5),
+    ],
+)
+def test_lines_that_differ_by_rank_are_no_skip(lines: tuple[list[int], ...], size: int) -> None:
+    assert lines_of_each_rank(*lines, size=size).kind == "healthy"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("step_at", [range(1, 7), range(3, 7), [2]])
+@pytest.mark.parametrize("own", [10, 20])
+def test_ranks_may_step_at_different_places(size: int, step_at: range, own: int) -> None:
+    lines = [5, *[own] * 6], [5, *[10] * 6]
+    assert lines_of_each_rank(*lines, size=size, step_at=step_at).kind == "healthy"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("at", "why"), [(9, "skipped"), (2, "finished")])
+def test_lines_that_all_ranks_share_show_a_skip(size: int, at: int, why: str) -> None:
+    """In the first round, it could be the program of a rank: no line has met itself before."""
+    usual = [20, 21, 22, 23] * 4
+    verdict = lines_of_each_rank(usual[:at] + usual[at + 1 :], usual, size=size)
+    if (size, why) == (2, "skipped"):
+        why = "in-collective"  # of one rank; or the other one issued one too many
+    assert (verdict.kind, verdict.why) == ("missing", why)
 
 
 def skip_once(folder: Path, ranks: Collection[int], odd: Collection[int], end: str) -> Verdict:
