@@ -10,9 +10,11 @@ but for the recorder's delay. So a rank that is always late by less than that de
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from commlens.diagnosis.index.columns import ColumnOps
 from commlens.diagnosis.index.job_index import JobIndex
@@ -33,6 +35,8 @@ class Lateness(NamedTuple):
     of: int  # collectives
     lost_ns: int  # the others waited for it alone
     worst: int  # number of the collective to which it came latest
+    unlikely: float
+    """``exp(-unlikely)`` is the highest probability with which chance makes it late so often."""
 
 
 def lateness(job: JobIndex) -> list[Lateness]:
@@ -70,14 +74,32 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
     usual = _usual(by_clocks)
     corrected = by_clocks - np.where(np.abs(usual) < _WATCHDOG_DELAY_NS, usual, 0)
     late = np.minimum(_behind_others(by_clocks), _behind_others(corrected))
+    is_late = late > _LATE_NS
+    # later than the mean: rank 1 may be late as often as the others, but by ten times as much
+    is_very_late = is_late & (late >= late.mean(where=is_late)) if is_late.any() else is_late
     found = []
-    for rank, mine in zip(ranks, late, strict=True):
-        times = mine > _LATE_NS
+    for row, rank in enumerate(ranks):
+        mine, times = late[row], is_late[row]
         if times.any():
             worst = int(numbers[mine.argmax()])
             lost = int(mine[times].sum())
-            found.append(Lateness(key, rank, int(times.sum()), len(numbers), lost, worst))
+            unlikely = max(_unlikely(is_late, row), _unlikely(is_very_late, row))
+            found.append(Lateness(key, rank, int(times.sum()), len(numbers), lost, worst, unlikely))
     return found
+
+
+def _unlikely(is_late: NDArray[np.bool_], row: int) -> float:
+    """Return ``x`` if chance gives a rank as many of the late arrivals of all ranks with a
+    probability of at most ``exp(-x)``; 0 if it has no more than its part.
+
+    Of ranks that are equally fast, each is the late one equally often: the number of times is
+    binomial, and Chernoff's bound holds for it.
+    """
+    times, of, fair = int(is_late[row].sum()), int(is_late.sum()), 1 / len(is_late)
+    if times <= of * fair:
+        return 0.0
+    rest = (of - times) * log((1 - times / of) / (1 - fair)) if times < of else 0.0
+    return times * log(times / of / fair) + rest
 
 
 def _usual(moments: Integers) -> Integers:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
+from math import exp, sqrt
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -327,6 +327,9 @@ def _by_line(profile: Mapping[Stack, int]) -> dict[Frame, float]:
 _MIN_TIMES = 8
 _MIN_SHARE = 0.1  # share of the time for which the others wait for a straggler
 _MIN_RATIO = 3.0  # how much longer they wait for it than for any other rank
+# Among few collectives, one of several equally fast ranks is often late more often than the others:
+# chance gives some rank so many late arrivals in one job of 100 at most.
+_MAX_CHANCE = 0.01
 
 
 def find_slow(context: Context) -> None:
@@ -345,6 +348,7 @@ def find_slow(context: Context) -> None:
         worst.times < _MIN_TIMES
         or worst.lost_ns < _MIN_SHARE * span
         or worst.lost_ns < _MIN_RATIO * second
+        or exp(-worst.unlikely) * len(worst.key[2]) > _MAX_CHANCE
     ):
         return
     op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from builders import Job, S, Stay, all_reduce, at, training
 from flight_recorder_dumps import columns_from_table, dump, entry
 from judging import blame, judge
 
+from commlens import diagnose
 from commlens.diagnosis.align.lateness import lateness
 from commlens.diagnosis.index.columns import reduce_all
 from commlens.diagnosis.index.dump_index import index_dumps
@@ -105,3 +108,30 @@ def test_a_rank_is_late_only_if_no_error_of_the_recorder_can_be_the_reason(
         dumps.append(rows)
     found = lateness(index_dumps(reduce_all(dumps), 60.0))
     assert {one.rank: one.lost_ns // MS for one in found} == late
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "culprits"),
+    [
+        ([*[(1, 300), (1, 100)] * 5, (0, 300), *[(0, 100)] * 3], []),  # 10 of 14
+        ([(1, 300)] * 16, [1]),
+        ([(1, 300)] * 10 + [(0, 80)] * 5, [1]),  # and by more
+        ([*[(1, 300), (1, 100)] * 20, *[(0, 300)] * 4, *[(0, 100)] * 12], [1]),
+    ],
+)
+def test_one_of_two_ranks_is_often_late_by_chance(
+    tmp_path: Path, late_ms: list[tuple[int, int]], culprits: list[int]
+) -> None:
+    for rank in (0, 1):
+        entries = [
+            entry(
+                number,
+                time_created_ns=BEGAN_NS + (number * 1000 + (by if late == rank else 0)) * MS,
+                time_discovered_completed_ns=BEGAN_NS + (number * 1000 + 400) * MS,
+            )
+            for number, (late, by) in enumerate(late_ms)
+        ]
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+        path = tmp_path / f"rank_{rank}"
+        path.write_bytes(pickle.dumps(dump(entries, pg_config=config, pg_status={}), 2))
+    assert diagnose([tmp_path]).culprits == culprits
