@@ -353,31 +353,40 @@ class _ShiftSearch:
         }
         own, theirs = (set(each) for each in zip(*lines.values(), strict=True))
         shared = own & theirs - {None}
-        shifted = [
-            _line_of(mine)
-            for mine, other in self._met_after(shift.number, shift.by)
-            if _line_of(mine) == _line_of(other) and _line_of(mine) in shared
+        shifted = self._equal_lines_after(shift)
+        apart = [
+            number
+            for number, pair in lines.items()
+            if len(set(pair)) > 1 and not shared.isdisjoint(pair)
         ]
-
-        def is_apart(pair: tuple[Hashable, Hashable]) -> bool:
-            return pair[0] != pair[1] and not shared.isdisjoint(pair)
-
-        before = [pair for number, pair in lines.items() if number < shift.number]
-        in_step = [mine for mine, other in before if mine == other]
+        in_step = [
+            mine
+            for number, (mine, other) in lines.items()
+            if number < shift.number and mine == other
+        ]
         if (
-            any(map(is_apart, before))
+            min(apart, default=shift.number) < shift.number
             or not set(shifted) <= set(in_step)
-            or min(len(in_step), len(shifted)) < max(_MATCHES_OF_LINES, len(set(in_step)))
-            or len(shifted) < abs(shift.by)
+            or len(in_step) < _MATCHES_OF_LINES
+            or len(shifted) < max(_MATCHES_OF_LINES, len(set(in_step)), abs(shift.by))
         ):
             return False
-        later = [number for number in lines if number >= shift.number]
-        apart = [pair for number in later if is_apart(pair := lines[number])]
-        if len(apart) >= max(_MATCHES_OF_LINES, len(later) / 2):
-            return True
-        steps = {self._ops[number].step for number in lines if number < shift.number}
+        later = len(lines.keys() - range(shift.number))
+        return len(apart) >= max(_MATCHES_OF_LINES, later / 2) or self._is_shown_by_steps(
+            shift, sorted(lines)
+        )
+
+    def _equal_lines_after(self, shift: Shift) -> list[Hashable]:
+        pairs = self._met_after(shift.number, shift.by)
+        lines = [(_line_of(mine), _line_of(other)) for mine, other in pairs]
+        return [mine for mine, other in lines if mine is not None and mine == other]
+
+    def _is_shown_by_steps(self, shift: Shift, both: Sequence[int]) -> bool:
+        """Return whether ranks that took several steps together before a shift end apart."""
+        steps = {self._ops[number].step for number in both if number < shift.number}
         one_waits = max(self._usual) - max(self._ops) == shift.by and not self._cut
-        return len(steps) >= _MATCHES_OF_LINES and (one_waits or any(map(self._differ, later)))
+        differ = any(self._differ(number) for number in both if number >= shift.number)
+        return len(steps) >= _MATCHES_OF_LINES and (one_waits or differ)
 
     def _differ(self, number: int) -> bool:
         """Return whether op or sizes differ, which no program may do."""
