@@ -77,6 +77,8 @@ def _start_relay(folder: Path, rank: int, log_of_node: RefusalLog, world_size: i
     # it by that name.
     listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
     ours, theirs = socket.socketpair()
+    for end in (ours, theirs):  # a program may have set another default for all sockets
+        end.settimeout(None)
     with theirs:
         # It runs in the job's folder, because the working directory may be gone, or hold
         # modules with the names of Python's own.

@@ -21,6 +21,7 @@ from commlens.text import ranks_phrase
 from commlens.verification.channels import BoardArgs, Pending
 from commlens.verification.comparison import Comparison
 from commlens.verification.late_ranks import CHECK_EVERY_NS, LateRanks, needed
+from commlens.verification.messages import group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.whereabouts import waits_in_store
@@ -161,7 +162,7 @@ class Waiting:
                             (now - began) / 1e9,
                             pending.args.op,
                             pending.number & B.NUMBER_MASK,
-                            self._comparison.subject(pending).group,
+                            group_name(self._comparison.subject(pending).group),
                             ranks_phrase(absent),
                         )
                     checked = now

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from commlens import helper_process
 from commlens.verification import link
+
+
+@pytest.fixture
+def short_default_timeout() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.5)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+@pytest.mark.usefixtures("short_default_timeout")
+def test_the_relay_reads_from_its_rank_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    blocks: list[bool] = []
+
+    def start(*arguments: str, pass_fds: tuple[int, ...], **more: object) -> None:
+        blocks.extend(os.get_blocking(fd) for fd in pass_fds)
+
+    monkeypatch.setattr(helper_process, "start", start)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", dist.HashStore)
+    done: Any = SimpleNamespace(link="")
+    link._start_relay(tmp_path, 1, done, 4)
+    assert blocks == [True]
 
 
 @pytest.mark.parametrize(

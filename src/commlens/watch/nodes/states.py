@@ -89,9 +89,7 @@ def states_of(
         health: the hardware of this node.
     """
     found = States()
-    for number, member in enumerate(members):
-        if member.rank < 0:
-            continue
+    for number, member in enumerate(each for each in members if each.rank >= 0):
         state = pose = None
         if member.box is not None and member.status is not None:
             with contextlib.suppress(FormatError):
