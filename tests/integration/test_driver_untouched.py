@@ -22,7 +22,7 @@ ELSEWHERE = ("launch/environment.py", "tracing/preview/", "scenarios/")
 user's.
 """
 
-HARMLESS = {"is_initialized", "is_built", "Event", "Stream"}
+HARMLESS = {"is_initialized", "is_built", "Event", "Stream", "CUDAGraph"}
 """These read a flag, or are classes whose methods are patched."""
 
 ONCE_STARTED = {

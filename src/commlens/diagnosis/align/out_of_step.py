@@ -359,13 +359,14 @@ class _ShiftSearch:
             for number, pair in lines.items()
             if len(set(pair)) > 1 and not shared.isdisjoint(pair)
         ]
+        # a new line, by which the rank leaves its routine, may meet any line
+        is_new = lines.get(shift.number - 1, (None, None))[0] not in shared
+        begins = shift.number - (is_new and shift.number - 1 in apart)
         in_step = [
-            mine
-            for number, (mine, other) in lines.items()
-            if number < shift.number and mine == other
+            mine for number, (mine, other) in lines.items() if number < begins and mine == other
         ]
         if (
-            min(apart, default=shift.number) < shift.number
+            min(apart, default=begins) < begins
             or not set(shifted) <= set(in_step)
             or len(in_step) < _MATCHES_OF_LINES
             or len(shifted) < max(_MATCHES_OF_LINES, len(set(in_step)), abs(shift.by))
