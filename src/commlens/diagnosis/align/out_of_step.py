@@ -359,18 +359,13 @@ class _ShiftSearch:
             for number, pair in lines.items()
             if len(set(pair)) > 1 and not shared.isdisjoint(pair)
         ]
-        # a new line, by which the rank leaves its routine, may meet any line
-        is_new = lines.get(shift.number - 1, (None, None))[0] not in shared
-        begins = shift.number - (is_new and shift.number - 1 in apart)
+        begins = shift.number
+        if begins - 1 in apart and lines[begins - 1][0] not in shared:
+            begins -= 1  # a new line, by which the rank leaves its routine, may meet any line
         in_step = [
             mine for number, (mine, other) in lines.items() if number < begins and mine == other
         ]
-        if (
-            min(apart, default=begins) < begins
-            or not set(shifted) <= set(in_step)
-            or len(in_step) < _MATCHES_OF_LINES
-            or len(shifted) < max(_MATCHES_OF_LINES, len(set(in_step)), abs(shift.by))
-        ):
+        if min(apart, default=begins) < begins or not _is_a_round(shifted, in_step, shift.by):
             return False
         later = len(lines.keys() - range(shift.number))
         return len(apart) >= max(_MATCHES_OF_LINES, later / 2) or self._is_shown_by_steps(
@@ -439,6 +434,15 @@ class _ShiftSearch:
             theirs = self._usual.get(number + by)
             if number >= start - min(by, 0) and theirs is not None:
                 yield mine, theirs
+
+
+def _is_a_round(shifted: Sequence[Hashable], in_step: Sequence[Hashable], by: int) -> bool:
+    """Return whether lines that met themselves before a shift do so again, for a full round."""
+    lines = set(in_step)
+    enough = max(_MATCHES_OF_LINES, len(lines), abs(by))
+    return (
+        lines.issuperset(shifted) and len(in_step) >= _MATCHES_OF_LINES and len(shifted) >= enough
+    )
 
 
 def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
