@@ -43,7 +43,7 @@ test: $(VENV)/.ready $(VENV)/.browser ## Run the tests, about twelve minutes on 
 test-all: $(VENV)/.ready $(VENV)/.browser ## Run the long tests, too: all world sizes, both engines everywhere, all tutorials, fresh installs, no forks for launchers
 	HYPOTHESIS_PROFILE=all TEST_WITHOUT_FORKS=1 $(RUN_TESTS) $(if $(ARGS),$(ARGS),--durations=25 --durations-min=5 --junitxml=$(VENV)/tests.xml)
 
-test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
+test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute and a half (ARGS="-k name" to select)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/unit -m "not launches and not long" $(FAST_WORKERS) $(ARGS)
 
 # The tests that hold words in golden files.
