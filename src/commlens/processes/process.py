@@ -36,7 +36,7 @@ _BOX: Final = re.compile(rb"/rank\d+\.\d+\.box\b")
 _COMMAND_MAX: Final = 80
 _FLAGS: Final = "[bBdEhiIOPqsSuvxV?]*"  # the interpreter's options that take no value
 # the interpreter with its options, of which -W and -X take a value
-_PYTHON: Final = rf"[^ ]*(?: -{_FLAGS}[WX] ?[^ ]+| -(?!{_FLAGS}[cm](?: |$))[^ ]+)*"
+_PYTHON: Final = rf"[^ ]*(?: -{_FLAGS}[WX] ?[^ ]+| -(?!{_FLAGS}(?:[cm](?: |$)|[WX]))[^ ]+)*"
 # a command line with code in it, and its beginning up to the code
 _CODE: Final = re.compile(rf"^({_PYTHON} -{_FLAGS}c)(?: .*)?$", re.DOTALL)
 # a command line with a module's name or a script

@@ -30,6 +30,7 @@ from commlens.processes.ranks import RankProcess
         ("python -Wignore -uX importtime -m train.main", "train.main"),
         ("python -Xtracemalloc train.py --lr 0.1", "train.py --lr 0.1"),
         ("python -um train.main", "train.main"),
+        ("java " + "-XX:+A " * 40 + "-jar x.jar", "x.jar"),
         ("python - --lr 0.1", "python - --lr 0.1"),
         ("ray::Worker", "ray::Worker"),
         ("python train.py -c config.yaml", "train.py -c config.yaml"),
