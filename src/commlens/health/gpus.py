@@ -231,7 +231,8 @@ class _Smi:
         return self._query(f"--query-gpu={','.join(fields)}")
 
     def _query(self, what: str) -> str:
-        return output_of([self._program, what, "--format=csv"], SMI_TIMEOUT_S)
+        output = output_of([self._program, what, "--format=csv"], SMI_TIMEOUT_S)
+        return output.decode("utf-8", "replace")
 
 
 def _smi() -> _Smi:

@@ -41,8 +41,9 @@ _DAY_S: Final = 86400.0
 
 _PCI: Final = r"(?P<pci>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])"
 _Row = tuple[str, What, Fault, str]
-"""A pattern of a line, the event that the line reports, and its part where the line names none. Of
-the pattern's groups, ``pci`` and ``part`` are the part.
+"""A pattern, the event and the fault that a line with it reports, and the part that is at fault
+where the line names none. Of the pattern's groups, ``pci`` or ``part`` is the part, ``xid`` the
+number of the event, ``pid`` and ``name`` the process.
 """
 
 _ROWS: Final[tuple[_Row, ...]] = (
@@ -154,7 +155,7 @@ _ROWS: Final[tuple[_Row, ...]] = (
         "storage",
         "disk",
     ),
-    # from Linux 6.8 on, the file system and the client stand before it
+    # from Linux 6.8 on, the line names the file system and the client before the server
     (r"ceph: (?:\[\S+ \d+\]: )?(?P<part>mds\d+) hung", "nfs-silent", "storage", ""),
     (
         r"ceph: (?:\[\S+ \d+\]: )?(?P<part>mds\d+) (?:came back|recovery completed)",
@@ -384,4 +385,6 @@ class KernelLog:
 
 def _journal_lines(program: str, since: str, *more: str) -> list[str]:
     command = [program, "-k", "-q", "-o", "short-unix", "--no-pager", "--since", since, *more]
-    return output_of(command, _JOURNAL_S)[-READ_MAX:].splitlines()
+    # of a damaged journal, journalctl prints what it can read, and fails
+    output = output_of(command, _JOURNAL_S, check=False)[-READ_MAX:]
+    return output.decode("utf-8", "replace").splitlines()

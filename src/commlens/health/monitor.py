@@ -291,7 +291,7 @@ class Monitor:
             self._changed.notify_all()
 
     def _is_open(self, request: _Request) -> bool:
-        """Return whether the thread has yet to do something, and still runs."""
+        """Return whether the thread still runs, and has not finished what was asked for."""
         return not self._closed and (request in self._asked or request in self._doing)
 
     @property

@@ -18,19 +18,18 @@ class UnreadableError(Exception):
     """A source cannot be read. The message is a clause: the reason, and the remedy."""
 
 
-def output_of(command: Sequence[str], timeout_s: float) -> str:
-    """Return what a command prints; empty if it fails, or takes longer."""
+def output_of(command: Sequence[str], timeout_s: float, *, check: bool = True) -> bytes:
+    """Return what a command prints; empty if it takes longer or, with ``check``, if it fails."""
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
             capture_output=True,
             timeout=timeout_s,
-            check=True,
+            check=check,
             stdin=subprocess.DEVNULL,
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode("utf-8", "replace")
+        return b""
 
 
 def number(path: Path) -> float | None:

@@ -289,6 +289,14 @@ def test_a_file_is_read_on_after_log_rotation(tmp_path: Path, is_replaced: bool)
         log.close()
 
 
+def test_what_a_damaged_journal_still_gives_is_read(tmp_path: Path) -> None:
+    program = tmp_path / "journalctl"
+    program.write_text("#!/bin/sh\necho 1700000000.5 node kernel: one line\nexit 1\n")
+    program.chmod(0o755)
+    lines = kernel_log._journal_lines(str(program), "@0")
+    assert lines == ["1700000000.5 node kernel: one line"]
+
+
 def test_a_file_is_read_where_neither_the_device_nor_the_journal_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
