@@ -185,7 +185,7 @@ class Observer:
         # connections must be read after them.
         is_old = now - self._tcp_at > _COUNTS_EVERY_S * 5e8
         seen = (self._tcp[inode] for inode in subject.sockets if inode in self._tcp)
-        if is_old or any(one.port in self.store_ports for one in seen):
+        if is_old or (self.store_ports and any(one.port in self.store_ports for one in seen)):
             self._tcp, self._tcp_at = process.tcp_sockets(), now
         net_bytes = self._count_traffic(subject, children, now)
         io_bytes = None

@@ -53,9 +53,10 @@ class Diagnoser:
             stands_still: the job waits, so there is time to find out which ranks matter; else all
                 nodes are asked at once, before they end.
         """
-        if stands_still and (verdict := self.diagnose_few()) is not None:
-            return verdict
+        # collecting garbage among the records of many nodes would take as long as the diagnosis
         with collector_paused():
+            if stands_still and (few := self.diagnose_few()) is not None:
+                return few
             self.examined = self.evidence.collect()
             verdict = self._judge()
             if self.examined.lacks_records and verdict.kind not in NOTHING_FOUND:
@@ -70,7 +71,6 @@ class Diagnoser:
         have ended.
         """
         self.verdict = None
-        # collecting garbage among the records of many nodes would take as long as the diagnosis
         with collector_paused():
             few = self.evidence.collect_few()
             if few is not None and not few.vanished:

@@ -152,11 +152,14 @@ class Gathering(NodesInSight):
         with self._changed:
             while True:
                 left = end - time.monotonic()
-                is_complete = all(
-                    beat.slot in self._gathered or beat.slot in self._known.last_evidence
-                    for beat in asked
-                )
-                if left <= 0 or self._contact.refuses or is_complete:
+                if (
+                    left <= 0
+                    or self._contact.refuses
+                    or all(
+                        beat.slot in self._gathered or beat.slot in self._known.last_evidence
+                        for beat in asked
+                    )
+                ):
                     self._gathering = False
                     return {**self._known.evidence_left(self._mine), **self._gathered}, True
                 if len(self._gathered) > more_than:
