@@ -71,11 +71,11 @@ def take_sender(number: int) -> Sender | None:
         return Sender(is_kernel=True)
     if code not in _FROM_A_PROCESS or pid == os.getpid():
         return None
-    # in a pid namespace, the user of a process outside it may be unknown, too
-    # of /proc/PID/stat, the end may be missing
+    # the end of /proc/PID/stat may be missing
     name, _, fields = stat.decode("utf-8", "replace").partition("(")[2].rpartition(")")
     after = fields.split()
     parent = int(after[1]) if len(after) > 2 and after[1].isdecimal() else 0
+    # in a pid namespace, the user of a process outside it may be unknown, too
     sender = Sender(pid=pid, uid=uid, is_own_user=uid == os.getuid(), name=printable(name))
     if parent <= 1:
         return sender

@@ -1,8 +1,8 @@
 """Groups made by hand (``ProcessGroupNCCL(store, ...)``) whose members are not all in sight, and
 the store or folder in which the worlds that share one meet.
 
-A *world* is the ranks of one default group. Among worlds, each has one number in place of ranks:
-its low 48 bits are the world's *name*, a hash.
+A *world* is the ranks of one default group. Where worlds meet, the beat of each holds one number in
+place of ranks, whose low 48 bits are the world's *name*, a hash.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MadeByHand(NamedTuple):
 
 
 def made_in(logs: Iterable[RankLog]) -> Iterator[MadeByHand]:
-    """Return the groups made by hand in which other nodes may have members: message queues are in
+    """Yield the groups made by hand in which other nodes may have members: message queues are in
     the memory of one node.
     """
     for log in logs:

@@ -84,7 +84,8 @@ class _Exchange(Nodes):
         """The packed logs of each world, with one record of each rank, by slot: they say which
         processes it has if it is out of sight later, as the store ended with the program.
         """
-        # when this world last looked at its processes; empty if that failed, None before it
+        # the groups at this world's last look at its processes; empty: the look failed; None: there
+        # was none yet
         self._seen_groups: Sequence[ByHand] | None = None
         self._look_under_way: InBackground[bytes] | None = None  # at its processes
         self._members_due = 0.0  # time.monotonic() at which to exchange processes again

@@ -1,4 +1,6 @@
-"""The calls in which the ranks of this node wait, as the headers of their black boxes show them."""
+"""The calls in which ranks wait: those of this node as the headers of their black boxes show them,
+those of other nodes as their beats do.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def _as_notice(verdict: Verdict) -> str:
 
 class FormerAttempts:
     """The attempts at a job that ended before the present one: those of its former workers, which
-    torchelastic has replaced, and those of which there are dumps. Compared with them, a fault that
-    comes back gets another action than one that is new.
+    torchelastic has replaced, and those of which there are dumps. A fault that one of them had
+    too gets another action than a new one.
 
     Args:
         folders: of the job's black boxes.
@@ -114,8 +114,8 @@ class FormerAttempts:
         self._began_ns = time.time_ns()
 
     def decide_action(self, verdict: Verdict) -> None:
-        """Add what to do with the job to a verdict. Only after the verdict is printed: the file
-        server with the dumps of earlier attempts may not answer.
+        """Add to a verdict the action to take on the job. Called after the verdict is printed: the
+        file server with the dumps of earlier attempts may not answer.
         """
         try:
             from commlens.diagnosis.action import SHORT_NS, Attempt, action_of, with_attempts

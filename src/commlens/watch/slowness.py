@@ -184,7 +184,7 @@ class Slowness:
         self._health = health
         self._sampler = _Sampler()
         self._due = 0.0  # of the next sample
-        self._meet_at = 0.0  # when to compare the samples with the other nodes' next
+        self._meet_at = 0.0  # of the next comparison with the other nodes' samples
         self.logs: list[RankLog] = []  # of the newest sample
         self.paces: list[Pace] = []  # of the newest samples, in order
         self._condensed: list[Sample] = []  # of the paces, for the other nodes

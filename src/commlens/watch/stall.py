@@ -166,7 +166,8 @@ def _check_of(
     finished: bool,
 ) -> Check | None:
     """Return the check that is due: a process group times out, a rank has finished, or a wait is
-    longer than its limit. The arguments are those of :class:`Check`.
+    longer than its limit. ``limits``: of the waits; the other arguments are fields of
+    :class:`Check`.
     """
     over = [each for each in limits if each.waited_s >= each.limit_s]
     finished = finished and not timeout_s

@@ -156,7 +156,9 @@ class MismatchReporter:
         ]
 
     def _take_complete(self, seen_until: float) -> list[Discrepancy]:
-        """Take the disagreements that all ranks here have reached, or that were seen by then."""
+        """Take the disagreements that all ranks here have reached, or that were first seen before
+        ``seen_until``.
+        """
         waiting = self.verification.discrepancies
         complete = [
             each
@@ -239,7 +241,8 @@ class MismatchReporter:
 
     def _examine(self, complete: list[Discrepancy], now: float) -> list[Verdict]:
         """Return a verdict for each new disagreement in the ranks' records that is one of these
-        discrepancies. If its records are not final, the next poll examines all of them again.
+        discrepancies. If its records are not final, the next poll examines all these
+        discrepancies again.
         """
         if len(self._reported) >= REPORTS_MAX or self._examined >= EXAMINED_MAX:
             return []
