@@ -69,6 +69,9 @@ def _waited_in(log: RankLog, verdict: Verdict) -> Collective | None:
     named, group = verdict.collective, verdict.group
     for op in log.collectives:
         is_named = named is None or (op.op, op.sequence_number) == (named.op, named.sequence_number)
-        if op.in_flight and is_named and (group is None or op.channel.group.name == group.name):
+        # groups made by hand get other names where the logs of worlds are joined
+        its = op.channel.group
+        is_there = group is None or its.hand_made is not None or its.name == group.name
+        if op.in_flight and is_named and is_there:
             return op
     return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from builders import MS, Job, S, Stay, all_reduce, at, training
+from hand_made import as_recorded
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.words.long_wait import long_wait
-from commlens.model.collective import State
+from commlens.model.collective import ProcessGroup, State
 from commlens.model.ranklog import RankLog, UsualWait
 
 ASLEEP = at(2, 6, Stay(57, "load_batch"))
@@ -83,6 +84,22 @@ def test_the_duration_is_that_of_the_collective_that_is_named() -> None:
     assert verdict.group is not None and verdict.group.name == "0"
     assert long_wait(verdict, logs) == (
         "Ranks 0-1 have been waiting in all_reduce #20 for 11 s, usually 40 ms."
+    )
+
+
+def test_the_wait_in_a_group_made_by_hand_has_its_duration() -> None:
+    """The verdict names such a group by its store, each rank's log by a name of its own."""
+
+    def program(job: Job, rank: int) -> object:
+        for _ in range(4):
+            yield all_reduce(ProcessGroup("weights", (0, 1)), line=20)
+        yield Stay(21, "end")
+
+    logs = as_recorded(inside(program), {"": range(2)}, {"weights": "localhost:29600/weights"})
+    verdict = diagnose_logs(logs)
+    assert verdict.group is not None and verdict.group.name.endswith(":29600/weights")
+    assert long_wait(verdict, logs) == (
+        "Ranks 0-1 have been waiting in all_reduce #4 for 14 s, usually 40 ms."
     )
 
 
