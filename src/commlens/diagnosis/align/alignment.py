@@ -132,7 +132,8 @@ class RecordMismatch:
     @property
     def usual(self) -> Collective | None:
         """Return what the first of the other ranks issued instead; None on a tie."""
-        return self.ops[self.others[0]] if self.others else None
+        others = self.others
+        return self.ops[others[0]] if others else None
 
     @property
     def breaks_channel(self) -> bool:

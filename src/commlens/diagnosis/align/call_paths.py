@@ -94,10 +94,10 @@ def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> F
     been on all, or if none of its earlier collectives is recorded.
     """
     ops = (job.views[rank].op_at(own.channel.key, number) for number in _earlier_numbers(own))
-    stacks = [op.stack for op in ops if op is not None]
+    stacks = {id(op.stack): op.stack for op in ops if op is not None}  # ops share their stacks
     if not stacks:
         return None
-    known = {*other.stack}.union(*stacks)
+    known = {*other.stack}.union(*stacks.values())
     return next((frame for frame in user_lines(own.stack) if frame not in known), None)
 
 

@@ -243,7 +243,7 @@ class _ShiftSearch:
     30 meets line 35.
 
     Args:
-        rank: that may be out of step.
+        rank: the one that may be out of step.
         ops: its collectives, by number.
         usual: the collectives of the others, by number.
         cut: whether the rank issued more than its records show.
@@ -317,9 +317,11 @@ class _ShiftSearch:
         """
         ops, usual = self._ops, self._usual
         first = start if by > 0 else self._first_extra(start, by)
-        pairs = [*self._met_after(first, by)]
-        if not all(self._fits(mine, theirs) for mine, theirs in pairs):
-            return None
+        pairs = []
+        for mine, theirs in self._met_after(first, by):
+            if not self._fits(mine, theirs):
+                return None
+            pairs.append((mine, theirs))
         if first == start and self._same_args(ops[start], usual[start]):
             places = {(_line_of(mine), mine.step) for mine, _ in pairs}
             enough = len(pairs) >= _MATCHES_OF_LINES and len(places) >= _PLACES
@@ -335,10 +337,12 @@ class _ShiftSearch:
         return Shift(self._rank, first, by, skipped, ops[first], len(pairs), departure)
 
     def _is_shown_by_lines(self, shift: Shift) -> bool:
-        """Return whether lines that the rank and the others share show a shift: before it, each met
-        itself; after it, they meet other lines, and themselves if shifted, for a full round.
+        """Return whether the lines that the rank and the others share show a shift: before it, each
+        of them met itself; after it, each meets another line, and would meet itself for a full
+        round if the rank's collectives were moved by the shift.
 
-        Only these tell, as two branches may come to their own lines in any order and number::
+        Lines of one branch alone show nothing, as two branches may come to theirs in any order and
+        number::
 
             rank == 0   50  50  10  10  10  10
             others      20  21  20  21  20  21
@@ -430,9 +434,9 @@ class _ShiftSearch:
         """Yield the rank's collectives from ``start`` on that come in a shift by ``by``, with those
         of the others that they then meet.
         """
+        first = start - min(by, 0)
         for number, mine in self._ops.items():
-            theirs = self._usual.get(number + by)
-            if number >= start - min(by, 0) and theirs is not None:
+            if number >= first and (theirs := self._usual.get(number + by)) is not None:
                 yield mine, theirs
 
 

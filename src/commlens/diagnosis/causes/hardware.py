@@ -158,8 +158,13 @@ def add_hardware(context: Context) -> None:
         cause = case.cause
         if cause.root_cause and isinstance(cause, (StuckInside, Missing, Dead)):
             began_ns = _began_ns(context, cause)
-            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, cause.ranks))
-            fitting = (_fitting(context, cause, began_ns, *each) for each in changes)
+            ranks = frozenset(cause.ranks)
+            changes = _changes_with_users(nodes, spans_nodes=_spans_nodes(context, ranks))
+            fitting = (
+                _fitting(context, cause, began_ns, *each)
+                for each in changes
+                if began_ns and not ranks.isdisjoint(each[2].ranks)
+            )
             cause.hardware = _sorted(_merge_changes(filter(None, fitting)))
             _decide(cause)
 
@@ -386,8 +391,6 @@ def _fitting(
     users: _PartUsers,
 ) -> Hardware | None:
     """Return a change if it fits a fault."""
-    if not began_ns or set(cause.ranks).isdisjoint(users.ranks):
-        return None
     after_s = _AFTER_S.get(event.fault, _SOON_S)
     early_s = (began_ns - event.at_ns) / _S  # before the fault, at least
     if early_s > _BEFORE_S or (event.first_ns - began_ns) / _S > after_s:

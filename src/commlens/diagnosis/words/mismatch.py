@@ -197,8 +197,9 @@ def _sides(context: Context, case: MismatchCase) -> list[str]:
         f"{phrases.name(context, rank)} {_issued(op, mismatch.own, case.paths[0])}"
         for rank, op in shown
     )
+    usual = mismatch.usual
     said = phrases.ranks_by_text(
-        mismatch.others, lambda rank: _issued(mismatch.ops[rank], mismatch.usual, case.paths[1])
+        mismatch.others, lambda rank: _issued(mismatch.ops[rank], usual, case.paths[1])
     )
     others = "; ".join(f"{ranks_phrase(ranks)} {text}" for ranks, text in said[:3])
     return [f"{odd}." if odd else "", f"{capital(others)}." if others else ""]

@@ -572,7 +572,7 @@ def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
         return f"The sides follow the hosts: {joined(names)}."
     if len(ranks) < 4 or len(sides) > 2:
         return ""
-    lower = ranks[: len(sides[side_of[ranks[0]]])]
+    lower = {*ranks[: len(sides[side_of[ranks[0]]])]}
     ways: list[tuple[str, Mapping[int, object]]] = [
         *_ways_of_groups(context, side_of),
         (
@@ -598,8 +598,8 @@ def _separate(side_of: Mapping[int, int], values: Mapping[int, object]) -> bool:
 def _ways_of_groups(
     context: Context, ranks: Collection[int]
 ) -> Iterator[tuple[str, Mapping[int, object]]]:
-    """Yield what is said if the sides of ``ranks`` follow groups, or the places in groups, that all
-    of these ranks are in; and the group or place of each rank.
+    """Yield sentences with the values by rank of which each is true: for each label of groups that
+    all these ranks are in, the rank's place in its group, then the group.
     """
     places: dict[str, dict[int, int]] = defaultdict(dict)  # by label of the groups
     groups: dict[str, dict[int, int]] = defaultdict(dict)

@@ -91,18 +91,19 @@ class _Fold:
         """Add an edge from the class of each rank to each end. If the rank's box on the page names
         a later op of the same channel, the edge names both ops.
         """
+        name = _named_op(edge.op)
         for rank in ranks:
-            start, ops = self._class_node(self.job.class_of[rank]), [edge.op]
+            start, names = self._class_node(self.job.class_of[rank]), [name]
             in_box = self.job.block_of(rank)
             if (
                 in_box is not None
                 and in_box.op.channel == edge.op.channel
                 and in_box.op.sequence_number > edge.op.sequence_number
             ):
-                ops.append(in_box.op)
+                names.append(_named_op(in_box.op))
             for end in ends:
-                for op in ops:
-                    self._edges[start, end][_named_op(op)].add(rank)
+                for each in names:
+                    self._edges[start, end][each].add(rank)
 
     def _add_node(self, kind: str, number: int, node: GraphNode) -> int:
         """Return the index of the node of this kind and number, which is added if it is new."""
