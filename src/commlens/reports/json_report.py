@@ -7,6 +7,6 @@ from typing import IO, Any
 
 def print_json(result: Any, file: IO[str] | None = None) -> None:
     """Print a verdict, a summary or a comparison as indented JSON."""
-    import msgspec  # not for a command's help
+    import msgspec  # here, as a command's help does not need it
 
     print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode(), file=file)

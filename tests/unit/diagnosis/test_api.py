@@ -38,7 +38,7 @@ def blamed(verdict: Verdict) -> tuple[int, ...]:
 
 
 def generated(folder: Path, fault: str) -> None:
-    """The dumps of 8 ranks. In test_api_generated.py are all faults, and more ranks."""
+    """Write the dumps of 8 ranks. test_api_generated.py has all faults, and more ranks."""
     Job(MESHES[8], by_name(fault), Conditions(history=3)).write(folder)
 
 

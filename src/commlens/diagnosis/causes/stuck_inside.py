@@ -331,8 +331,7 @@ def find_stopped(context: Context) -> None:
     ):
         return
     op, doing = by.last_op, context.doing(by)
-    instance = Instance(op.channel.key, op.sequence_number)
-    entered = EnteredOp(instance, op, views)
+    entered = EnteredOp(Instance.of(op), op, views)
     inside = partial(StuckInside, victims=victims, ranks=sorted(context.job.views), waits=[])
     cause = _held_up(inside, doing, culprits, "medium")
     context.cases.append(

@@ -251,7 +251,7 @@ def demote_refused(context: Context) -> None:
 
 
 def _decide_tie(cause: Cause, named: set[int]) -> None:
-    """Blame those of the ranks that refusals name: the records do not show which side is wrong."""
+    """Blame the victims that a refusal names, as the records do not show which side is wrong."""
     cause.culprits = sorted(named & {*cause.victims})
     cause.victims = sorted({*cause.victims} - named)
     cause.confidence = "medium"

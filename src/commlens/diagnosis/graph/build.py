@@ -199,7 +199,7 @@ class _GraphBuilder:
         """
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
-        first = self._arrivals(_instance(op)).first_refusal_ns
+        first = self._arrivals(Instance.of(op)).first_refusal_ns
         return 0 < first < op.announced_ns
 
     # --- collectives
@@ -220,7 +220,7 @@ class _GraphBuilder:
             self.graph.add(node, target, edge)
 
     def _edge(self, op: Collective, view: RankView) -> Edge:
-        return Edge(op, _instance(op), view.rank, self.job.stands_for.get(view.rank, 0))
+        return Edge(op, Instance.of(op), view.rank, self.job.stands_for.get(view.rank, 0))
 
     def _held_up_by(self, edge: Edge, arrivals: _Arrivals) -> list[WaitNode]:
         """Return what holds up the waiting rank's collective: the mismatch that explains it, the
@@ -416,10 +416,6 @@ class _GraphBuilder:
         self._todo.append((other, block))
 
 
-def _instance(op: Collective) -> Instance:
-    return Instance(op.channel.key, op.sequence_number)
-
-
 def _blocks_of(view: RankView, key: ChannelKey) -> list[BlockedThread]:
     """Return the blocks that keep a rank from issuing on a channel: that of the thread which issues
     there, or of the threads which that one may wait for.
@@ -429,6 +425,8 @@ def _blocks_of(view: RankView, key: ChannelKey) -> list[BlockedThread]:
         for thread, block in view.blocks.items()
         if block.stuck and block.how != "unknown"
     }
+    if not stuck:
+        return []
     thread = _thread_of(view, key)
     if thread in stuck:
         return [stuck[thread]]

@@ -50,6 +50,11 @@ class Instance(NamedTuple):
     sender: int = -1  # point-to-point only
     receiver: int = -1
 
+    @classmethod
+    def of(cls, op: Collective) -> Instance:
+        """Return the instance of a collective."""
+        return cls(op.channel.key, op.sequence_number)
+
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""

@@ -220,7 +220,7 @@ def _may_be_cut(
     known, too.
 
     Args:
-        ops: that are known of the call.
+        ops: the known ops of the call.
         comm: their communicator.
         known: the numbers of all known collectives, and (True) of all known messages.
     """

@@ -244,8 +244,10 @@ def _add_text_logs(
             continue
         dump.timeouts = [*dump.timeouts, *log.timeouts]
         dump.unplaced = [*dump.unplaced, *log.unplaced]
-        for name in ("timed_out", "exception", "exception_stack", "device_assertion"):
-            setattr(dump, name, getattr(dump, name) or getattr(log, name))
+        dump.timed_out = dump.timed_out or log.timed_out
+        dump.exception = dump.exception or log.exception
+        dump.exception_stack = dump.exception_stack or log.exception_stack
+        dump.device_assertion = dump.device_assertion or log.device_assertion
         if dump.observation.end is End.UNKNOWN:
             dump.observation = msgspec.structs.replace(log.observation)
     return list(by_rank.values())

@@ -116,7 +116,9 @@ def _words_of_culprits(context: Context, case: CycleCase) -> Words:
 
 
 def _words_of_perhaps_come(context: Context, case: CycleCase) -> Words:
-    """Of dumps of several moments: the ranks that close the cycle may have come since theirs."""
+    """Return the words on dumps of several moments: the ranks that close the cycle may have come
+    after theirs.
+    """
     culprits, absent = case.cause.culprits, case.cause.perhaps_come
     op, usual = case.departures[culprits[0]]
     dumps = verb(absent, "dump", "dumps")
