@@ -748,6 +748,9 @@ def uses_a_gpu() -> None:
     with torch.cuda.stream(side), torch.cuda.nvtx.range("copy"):
         x.record_stream(side)
         y = torch.randn(4, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    for generator in (torch.default_generator, torch.Generator("cuda").clone_state()):
+        assert isinstance(generator, torch.Generator)
+    assert not isinstance(x, torch.Generator)
     torch.Event(device="cuda").record(torch.Stream(device="cuda"))
     torch.cuda.set_sync_debug_mode("warn")
     assert torch.cuda.nccl.version() > (2,)

@@ -214,7 +214,14 @@ class _Graph(_NoOp):
         _Graph.captures = False
 
 
-class _Generator(torch.Generator):  # type: ignore[misc]
+class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]
+    """The type of :class:`_Generator`, of which torch's own generators are instances, too."""
+
+    def __instancecheck__(cls, each: Any) -> bool:
+        return issubclass(type(each), cls.__base__)
+
+
+class _Generator(torch.Generator, metaclass=_GeneratorKind):  # type: ignore[misc]
     """A generator of random numbers, on the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
