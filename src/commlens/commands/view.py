@@ -107,6 +107,11 @@ class ViewCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         if not arguments.paths:
             return _empty_viewer(arguments)
+        if arguments.csv == "-" and (arguments.json or arguments.ops or arguments.events):
+            raise CommandError(
+                "--csv - writes to standard output, and so do --json, --ops and --events: give"
+                " --csv the name of a file."
+            )
         ranks, notes = _read(arguments)
         wanted = self._wanted(arguments)
         for name, values in wanted.items():
@@ -137,11 +142,6 @@ class ViewCommand:
         if arguments.csv:
             rows = ranks.to_rows()
             text = to_csv(rows)
-            if arguments.csv == "-" and (arguments.json or arguments.ops or arguments.events):
-                raise CommandError(
-                    "--csv - writes to standard output, and so do --json, --ops and --events: give"
-                    " --csv the name of a file."
-                )
             if arguments.csv == "-":
                 sys.stdout.write(text)
             else:

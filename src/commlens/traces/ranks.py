@@ -8,6 +8,7 @@ and one difference: "rank 7 issued 1 fewer all_gather on dp ... than ranks 0-6 (
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -74,11 +75,15 @@ class RankTraces:
         if not self.by_rank:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
-        # the ranks of each pipeline stage, which are compared only with one another; all ranks in
-        # one list without a pipeline
-        self.stages = find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
         # by rank and kind of key, then by the label of a group: see _counted()
         self._counters: dict[tuple[int, Callable[..., Any]], dict[str, Counter[Any]]] = {}
+
+    @functools.cached_property
+    def stages(self) -> list[list[int]]:
+        """The ranks of each pipeline stage, which are compared only with one another; all ranks in
+        one list without a pipeline.
+        """
+        return find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
 
     @property
     def ranks(self) -> list[int]:

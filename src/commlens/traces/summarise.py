@@ -263,7 +263,10 @@ def reasons(data: TraceData) -> list[Why]:
     in a number are grouped.
     """
     alike = grouped((_reason_key(data, event), event) for event in data.events)
-    found = [Why(_reason(data, events), *_amount(events)) for events in alike.values()]
+    found = []
+    for events in alike.values():
+        amount = _amount(events)
+        found.append(Why(_reason(data, events, amount.calls), *amount))
     return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
 
 
@@ -281,14 +284,14 @@ def _reason_key(data: TraceData, event: TraceEvent) -> Hashable:
     )
 
 
-def _reason(data: TraceData, events: Sequence[TraceEvent]) -> str:
+def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
     first = events[0]
     group = data.group_of(first)
     sizes = {len(data.group_of(event).ranks) for event in events}
     of_ranks = f" ({count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
     sites = sorted({event.site for event in events if event.site is not None}, key=natural)
     text = (
-        f"{number(_amount(events).calls)} {first.op} on {wording.label(group)}{of_ranks}:"
+        f"{number(calls)} {first.op} on {wording.label(group)}{of_ranks}:"
         f" {wording.place(first.phase, wording.fold(sites) or None)}"
     )
     if first.owner is not None:

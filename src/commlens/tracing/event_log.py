@@ -75,6 +75,9 @@ class EventLog:
         if not self._summarising.acquire(blocking=False):
             return  # another thread does it
         try:
+            if steps <= self._whole_until and self.last <= WHOLE_EVENTS:
+                self._summarise_at = max(_SUMMARISE_AT, len(self.events) + _SUMMARISE_AT // 2)
+                return  # all events stay whole
             events = self.events.copy()
             kept = []
             for position, event in enumerate(events):

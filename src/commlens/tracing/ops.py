@@ -249,9 +249,8 @@ class OpsMode(EagerMode):
         if kind.communicates:
             return self._run_collective(kind, args, kwargs or {})
         result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
-        known_as_real = (
-            type(result) is _Tensor and not result.is_meta
-        )  # the cheapest question first
+        # the cheapest question first
+        known_as_real = type(result) is _Tensor and not result.is_meta
         if kind.is_tensor_op and (known_as_real or not (_is_fake(result) and _in_propagation())):
             self._fresh += (func, self._place(), None, self._shapes_of(args), self._sequence)
         return result

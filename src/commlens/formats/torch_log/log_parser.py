@@ -139,6 +139,8 @@ class LogParser:
         # of the rank that wrote the line
         rank, text = self._tracebacks.unquote(rank, text, self._last_worker)
         about = self._about(rank)
+        if rank not in self._ranks:
+            return  # beyond the limit
         about.columns.captured_ns = L.parse_time(line) or about.columns.captured_ns
         self._tracebacks.add_last_error(rank, text)
         self._add_watchdog_line(rank, about, text, group)

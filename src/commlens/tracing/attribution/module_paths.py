@@ -75,7 +75,8 @@ class ModulePaths:
 
     def parameter_path(self, parameter: Any) -> str | None:
         """Return a parameter's path, if its root has been called; None for other tensors."""
-        if parameter not in self._parameters:  # new, or replaced: read all anew
+        path_of: str | None = self._parameters.get(parameter)
+        if path_of is None:  # new, or replaced: read all anew
             self._parameters = WeakIdKeyDictionary()
             roots = [(row.path, row.ref()) for row in self.rows if row.parent is None]
             for root_path, root in roots:
@@ -83,7 +84,7 @@ class ModulePaths:
                     for name, tensor in module._parameters.items():
                         if tensor is not None:
                             self._parameters.setdefault(tensor, f"{path}.{name}")
-        path_of: str | None = self._parameters.get(parameter)
+            path_of = self._parameters.get(parameter)
         return path_of
 
     def accumulating_path(self, node: Any) -> str | None:

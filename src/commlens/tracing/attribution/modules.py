@@ -159,9 +159,11 @@ class ModuleTracker:
             return
         try:
             stack, table = self._thread.stack, self._thread.table
-            if call not in stack:
-                return  # the tracker was removed while the call ran
-            del stack[stack.index(call) :]
+            if not stack or stack[-1] is not call:
+                if call not in stack:
+                    return  # the tracker was removed while the call ran
+                del stack[stack.index(call) + 1 :]
+            stack.pop()
             call.end = next_number()
             if call.end == call.start and table.calls[-1:] == [call]:
                 del table.calls[-1:]  # no node was made: inference
