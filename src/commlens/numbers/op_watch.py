@@ -111,24 +111,26 @@ class _KnownTensors:
             if reason_to_skip(each.tensor) is None and each.tensor.is_contiguous()
         ]
         self._by_storage = grouped(
-            (_storage(each.tensor), number) for number, each in enumerate(self.by_number)
+            (_storage(each.tensor), (number, *_span(each.tensor)))
+            for number, each in enumerate(self.by_number)
         )
+        self._left_out: set[int] = set()
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Find no known tensor any more that shares memory with one of these."""
-        for number in self.find(tensors):
-            self._by_storage[_storage(self.by_number[number].tensor)].remove(number)
+        self._left_out.update(self.find(tensors))
 
     def find(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Return the numbers of the known tensors that share memory with one of these."""
-        return sorted(
-            {
+        found: set[int] = set()
+        for each in tensors:
+            begin, end = _span(each)
+            found.update(
                 number
-                for each in tensors
-                for number in self._by_storage.get(_storage(each), ())
-                if _overlap(each, self.by_number[number].tensor)
-            }
-        )
+                for number, first, last in self._by_storage.get(_storage(each), ())
+                if begin < last and first < end
+            )
+        return sorted(found - self._left_out)
 
 
 class _RecordedStep:
@@ -211,10 +213,10 @@ class _RecordedStep:
         forward pass.
         """
         node = torch._C._current_autograd_node()
-        line = user_line(sys._getframe(2))
         if node is not None and not torch.is_grad_enabled():
-            module, forward_line = self._forward_places.get(node._sequence_nr(), (None, ""))
-            return module, OpPlace("", True, forward_line or line, self._after)
+            module, line = self._forward_places.get(node._sequence_nr(), (None, ""))
+            return module, OpPlace("", True, line or user_line(sys._getframe(2)), self._after)
+        line = user_line(sys._getframe(2))
         if module is not None and torch.is_grad_enabled():
             number = torch._C._autograd._get_sequence_nr() - 1
             # later ops without a node of their own see the same number
@@ -292,9 +294,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         """Run an op, and record it."""
         if any(is_traceable_wrapper_subclass_type(each) for each in types):
             return NotImplemented  # the tensors that it is made of come next
-        kwargs = kwargs or {}
-        step = self._step if os.getpid() == self._pid else None
-        if step is None:
+        kwargs, step = kwargs or {}, self._step
+        if step is None or os.getpid() != self._pid:
             return func(*args, **kwargs)
         module = self._modules[-1] if self._modules else None
         run = self._safely(step.before, func, args, kwargs, module)
@@ -341,12 +342,6 @@ def _described(values: Any) -> tuple[str, ...]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage share memory."""
-    (begin, end), (other_begin, other_end) = map(_span, (one, other))
-    return begin < other_end and other_begin < end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
