@@ -35,7 +35,9 @@ class _Layout:
     """A struct of ``_nccl_profiler.c``, with the fields that are read here."""
 
     def __init__(self, fields: str) -> None:
-        """``fields``: a code of :mod:`struct` and a name each; no name for what is skipped."""
+        """``fields``: of each field its code of :mod:`struct` and its name; of bytes that are
+        skipped, the code alone.
+        """
         parts = [field.split() for field in fields.split(",")]
         self.struct = struct.Struct("<" + "".join(part[0] for part in parts))
         self.size = self.struct.size
@@ -53,8 +55,9 @@ _HEADER: Final = _Layout(
     " Q for_others, 24x"
 )
 """``comms``, ``ops`` and ``transfers`` are the numbers of slots, each of the size that follows.
-``mask`` is of the kinds of events that NCCL was asked for, the lost ones found no free slot, and
-``for_others`` are transfers of other processes, which this one's proxy thread made.
+``mask`` has the kinds of events that NCCL was asked for. ``lost_comms``, ``lost_ops`` and
+``lost_transfers`` count those that found no free slot, ``for_others`` the transfers that this
+process's proxy thread made for other processes.
 """
 _COMM: Final = _Layout(
     "Q seq, Q hash, i size, i rank, i nodes, 4x, Q made_ns, Q closed_ns, Q collectives, Q messages,"
@@ -207,9 +210,10 @@ def _open_transfers(
     """Return the transfers that have not ended, by the index and generation of their operation."""
     found: dict[tuple[int, int], list[NcclTransfer]] = defaultdict(list)
     for fields in _TRANSFER.struct.iter_unpack(table[: head.transfers * _TRANSFER.size]):
+        if not fields[0] or fields[0] & 1:  # free, or being written
+            continue
         each = _TRANSFER.by_name(fields)
-        is_free = not each.seq or each.seq & 1  # or is being written
-        if is_free or each.ended_ns or not 0 <= each.steps < 1 << 30:
+        if each.ended_ns or not 0 <= each.steps < 1 << 30:
             continue
         done = min(each.done, each.steps)
         found[each.op, each.op_generation].append(

@@ -502,7 +502,9 @@ class BoxReader:
         state = _OUTCOME_STATES.get(result, State.UNKNOWN)
         if result == L.OUTCOME_NONE:
             state = State.ISSUED if entered_ns else State.ANNOUNCED
-        error = self.text(failure) or "an error whose text is lost"
+        error = None
+        if state is State.FAILED:
+            error = (self.text(failure) or "an error whose text is lost")[:_TEXT_MAX]
         return Collective(
             index=announced.record_index,
             channel=channel,
@@ -525,7 +527,7 @@ class BoxReader:
             coalescing_id=min(announced.coalescing_id, INT_MAX),
             coalesced_members=announced.members if flags & L.FLAG_COALESCED_END else 0,
             duration_ns=duration * L.TICK_NS if duration else None,
-            error=error[:_TEXT_MAX] if state is State.FAILED else None,
+            error=error,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=self.text(announced.module),
             captured=bool(flags & L.FLAG_CAPTURE),

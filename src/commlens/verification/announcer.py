@@ -344,7 +344,8 @@ class Announcer:
         if position := self._known_blob(key, None):
             return position
         content = {**call.content, "name": call.op, "where": call_site(frame, "")[1]}
-        return self._add_blob(key, None, content)
+        position = self._add_blob(key, None, content)
+        return position or self._add_blob(key, None, {**content, "leaves": None})
 
     def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
         """Return the position of a blob; 0 if it was not written, or is too old."""
@@ -352,11 +353,10 @@ class Announcer:
         return position if known is of and position and self._board.is_recent(position) else 0
 
     def _add_blob(self, key: Any, of: InternedArgs | None, content: dict[str, Any]) -> int:
-        """Return the position of a new blob, without a function's arguments if they are many."""
+        """Return the position of a new blob; 0 if it has no room."""
         if len(self._blobs) > _KEPT:
             self._blobs.clear()
-        add = self._board.add_blob
-        position = add(content) or add({**content, "leaves": None})
+        position = self._board.add_blob(content)
         self._blobs[key] = (of, position)
         return position
 

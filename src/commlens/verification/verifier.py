@@ -209,8 +209,9 @@ class Verifier:
                 return
             self._catch_up()
             sampler = self._sampler_in_use
-            number = token.tagged_number or token.number
-            skipped = sampler is not None and sampler.skips(args, token.stack, number)
+            skipped = sampler is not None and sampler.skips(
+                args, token.stack, token.tagged_number or token.number
+            )
             code = board_code(reduce_op_code(reduce_op))
             pending = self._announcer.announce(token, frame, code, ring=not skipped)
             if pending is None or skipped:
