@@ -108,8 +108,10 @@ def _words(
     return parse_words
 
 
-def _one_of(*words: str) -> Callable[[Any], Any]:
-    return _words(dict(zip(words, words, strict=True)))
+def _engine(value: Any) -> str:
+    if value not in ("auto", "python", "native"):
+        raise ValueError
+    return str(value)
 
 
 _boolean: Final = _words({**dict.fromkeys(_ON, True), **dict.fromkeys(_OFF, False)})
@@ -365,11 +367,11 @@ class Settings:
     # topology
     topology: str | None = _setting(None, _absolute_path, "a file")
     # native: built by `commlens build-native`; auto: native if it was built
-    engine: str = _setting("auto", _one_of("auto", "python", "native"), "auto, python or native")
+    engine: str = _setting("auto", _engine, "auto, python or native")
     # NCCL itself tells commlens of its calls; how much
     nccl_profiler: str = _setting(
         "off",
-        _words(dict.fromkeys(_OFF, "off"), _one_of(*NCCL_LEVELS)),
+        _words({**dict.fromkeys(_OFF, "off"), **{level: level for level in NCCL_LEVELS}}),
         "off, calls, kernels or transfers",
         metavar="LEVEL",
         help=(
