@@ -214,7 +214,7 @@ def hook(
     """
     previous = sys.excepthook
     if getattr(previous, "record", None) == record:
-        return  # the program has not replaced it since, and it is no parent's of a forked child
+        return  # the hook is this recording's: not replaced since, nor inherited by a forked child
 
     def commlens_excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -166,8 +166,9 @@ class Watchdog:
                 ).start()
 
     def _write_oldest(self, oldest: Token | None) -> None:
-        """Write the oldest call in flight: a library's call, or the oldest collective that a thread
-        may wait for, without one the oldest on a device.
+        """Write the oldest call in flight: of a library's call and a collective, the older one. The
+        collective is the oldest that a thread may wait for or, if there is none, the oldest on a
+        device.
         """
         writer, queues = self._recorder.writer, self._recorder.device_queues
         call, on_device = self._recorder.library_calls.oldest(), queues.oldest()

@@ -17,8 +17,8 @@ from commlens.launch.new_warnings import new_warnings
 from commlens.text import joined
 from commlens.verification.sampling import EVERY
 
-_OF_TABLE: Final = {name: accepts for name, accepts in ACCEPTED.items() if accepts.help}
-OPTIONS: Final = (*_OF_TABLE, "check_numbers")
+_WITH_HELP: Final = {name: accepts for name, accepts in ACCEPTED.items() if accepts.help}
+OPTIONS: Final = (*_WITH_HELP, "check_numbers")
 """The settings that have an option."""
 
 
@@ -30,7 +30,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "commlens",
         "settings, which can also be set by COMMLENS_* variables or in the settings file",
     )
-    for name, accepts in _OF_TABLE.items():
+    for name, accepts in _WITH_HELP.items():
         flag = "--" + name.replace("_", "-")
         if not accepts.metavar:
             group.add_argument(
@@ -90,8 +90,8 @@ def add_optional_value(
     without_value: str,
     help_text: str,
 ) -> None:
-    """Add an option of ``launch`` that is given with or without ``=VALUE``. argparse would take the
-    program's name for an optional value, so each form that is given becomes an option without one.
+    """Add an option that is given with or without ``=VALUE``. argparse would take the program's
+    name for an optional value, so each form that is given becomes an option without one.
     """
     dest = "commlens_" + flag.removeprefix("--").replace("-", "_")
     group.add_argument(flag, dest=dest, action="store_const", const=without_value, help=help_text)

@@ -52,6 +52,7 @@ def run(
         worker.run_here(program, module=module)
     finally:
         trace = traced.finish()
+        # rank 0, or a process without a group
         if trace is not None and summary and not traced.rank:
             _print_summary(trace, str(traced.saved), traced.rank)
 

@@ -235,7 +235,7 @@ class TensorComparison:
 
         Args:
             now: the check in which they were found.
-            label: under which differences of their kind are noted.
+            label: the name of this kind of difference, which is reported once for the same ranks.
             ranks: that have any of them; empty if there are no differences.
             differences: the tensors that differ.
             rng: differences of random number generators, which may explain them.

@@ -266,7 +266,8 @@ class Collector:
         Args:
             check: of which reports have come.
             absent: ranks that have not reported it.
-            waited: until when they did not, in words, for a check that waits for ranks.
+            waited: how long the check has waited for them, in words: "within 30 s"; empty for a
+                check that does not wait.
         """
         reports = self._waiting[check].by_rank
         parts = parts_of(reports, lambda digest: self._table(check, digest))

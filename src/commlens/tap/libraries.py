@@ -80,7 +80,7 @@ class AdaptedCall(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """How the methods of one class are recorded; of a module's functions, ``owner`` is ""."""
+    """How the methods of one class are recorded or, if ``owner`` is "", a module's functions."""
 
     library: str
     module: str

@@ -279,9 +279,9 @@ def _new_window(process_group: Any, given: Given) -> LibraryCall:
 def _one_sided(
     library: str, op: str, *needed: str, peer: str = "", handle: str = "", tensor: str = ""
 ) -> AdaptedCall:
-    """Record a call of a handle; the last three name its parameters, and without ``handle`` the
-    method is the handle's own. A signal is a message, and its sender waits for nobody. The calls of
-    a handle whose group is unknown are left out.
+    """Record a call with a handle. ``peer``, ``handle`` and ``tensor`` name its parameters; without
+    ``handle``, it is a method of the handle itself. A signal is a message, and its sender waits
+    for nobody. The calls of a handle whose group is unknown are left out.
     """
 
     def describe(owner: Any, given: Given) -> LibraryCall | None:

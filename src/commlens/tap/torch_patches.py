@@ -12,8 +12,8 @@ patched                                             to learn
 ``DeviceMesh``, optimizers, ``CUDAGraph`` ...       names of groups, steps, captures and replays
 ==================================================  ================================================
 
-There are three kinds of listeners: one *recorder* (of a live rank, or of a check), *tracers*, which
-hear of waits, and *work listeners*, which hear of issues and of other uses of Works. ``listen`` and
+There are three kinds of listeners: one *recorder*, of a live rank, *tracers*, which hear of waits,
+and *work listeners*, which hear of issues and of other uses of Works. ``listen`` and
 ``add_work_listener`` install the patches that a listener needs. A patch stays for good, and does
 nothing while none listens; only that of ``Work.wait`` is taken off again. Tried on torch 2.6.0,
 2.13.0 and 2.15.0.
@@ -356,7 +356,7 @@ def _refusals_in_cpp(original: Any) -> Any:
 @functools.partial(_Patch, {"torch.distributed": ("_broadcast_coalesced",)})
 def _broadcasts_of_buffers(original: Any) -> Any:
     """Report a call that issues collectives and waits for them in C++: DDP's broadcast of buffers.
-    A check's recorder does not ask for it.
+    Only the native recorder asks for it.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -620,7 +620,7 @@ def _calls_of_others(original: Any) -> Any:
     """Note the calls with a group that this rank is not in: torch warns and does nothing."""
 
     def _warn_not_in_group(op_name: Any) -> None:
-        if _recorder is not None and _recorder.hazards is not None:
+        if _recorder is not None:
             _recorder.hazards.not_a_member()
         # torch's own text, for the line that torch would name: a call of the original would name
         # this function's

@@ -183,9 +183,9 @@ class Waiting:
         *,
         releases: bool,
     ) -> bool:
-        """Return whether the op is issued without the absent ranks: after a short wait, without the
-        time in which they had no core, or if one may wait for a key that this rank writes to a
-        store.
+        """Return whether this rank goes on without the absent ranks: its patience is over, not
+        counting the time in which they had no core, or one of them may wait for a key that this
+        rank writes to a store.
         """
         if patience_ns is not None:
             return waited_ns > patience_ns and self._late.clock(pending).is_over(
